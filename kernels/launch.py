@@ -1,0 +1,60 @@
+"""How a launcher decides: which backend runs an op, and with which launch settings.
+
+A launch setting is a pure function of shapes (never `triton.autotune`, which needs a device, fails in the interpreter
+and breaks graph capture); sweeps live in `bench/`, their winners are committed here as data.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+__all__ = ["Backend", "LaunchConfig", "on_device", "resolve_backend"]
+
+Backend = Literal["triton", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Settings of one kernel launch.
+
+    Attributes:
+        blocks: tile sizes and other constexpr arguments, by parameter name.
+        num_warps: warps of one program.
+        num_stages: depth of the software pipeline of the main loop.
+    """
+
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def kwargs(self) -> dict[str, Any]:
+        """Keywords of the launch."""
+        return {**self.blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def resolve_backend(tensor: torch.Tensor, backend: Backend | None = None) -> Backend:
+    """Decide what runs an op on `tensor`: the Triton kernel or the eager reference.
+
+    The order is: the argument, the environment variable `SPECDEC_BACKEND`, then the device (CUDA tensors run Triton,
+    CPU tensors the reference). Triton on CPU tensors works in its interpreter only (`TRITON_INTERPRET=1`); nothing
+    falls back silently.
+
+    Raises:
+        ValueError: an unknown backend.
+        RuntimeError: Triton was asked for on CPU tensors outside the interpreter.
+    """
+    chosen = backend or os.environ.get("SPECDEC_BACKEND") or ("reference" if tensor.device.type == "cpu" else "triton")
+    if chosen not in get_args(Backend):
+        raise ValueError(f"backend: expected one of {', '.join(get_args(Backend))}, got {chosen!r}")
+    if chosen == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("backend: 'triton' on CPU tensors needs TRITON_INTERPRET=1 set before specdec is imported")
+    return chosen  # type: ignore[return-value]  # membership was checked above
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Make the tensor's GPU the current one for a launch; does nothing for other tensors."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()

@@ -1,0 +1,61 @@
+"""Fixtures of all tests. Without a GPU, Triton kernels run in Triton's interpreter."""
+
+import os
+import zlib
+
+import pytest
+import torch
+
+# Triton reads this when @triton.jit runs, hence before any kernel is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from interpreter import speed_up_interpreter
+
+speed_up_interpreter()
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def generator(request) -> torch.Generator:
+    """Seeded by the test's own id, so that adding a test changes no other."""
+    return torch.Generator().manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialized_memory():
+    """torch.empty yields NaN, the largest int, or True: a kernel that skips an element is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def reversed_programs(monkeypatch):
+    """Run the programs of every launch from the last to the first; the list of their grid indices, as they ran."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("only the interpreter lets a test choose the order of the programs")
+    from triton.runtime.interpreter import interpreter_builder
+
+    indices = []
+    set_grid_idx = interpreter_builder.set_grid_idx
+
+    def set_reversed_grid_idx(*index):
+        indices.append(tuple(size - 1 - i for size, i in zip(interpreter_builder.grid_dim, index, strict=True)))
+        set_grid_idx(*indices[-1])
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_reversed_grid_idx)
+    return indices
