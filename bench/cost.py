@@ -1,0 +1,171 @@
+"""What an op must at least move and compute, by hand from its shapes, and the time that takes at a machine's limits.
+
+Bytes count each input element that the op needs once and each output element once; what stays in registers, shared
+memory or the L2 cache (partial results, second reads) is not counted. A multiply-add is two flops.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["H200", "Cost", "Machine", "accept_greedy", "kv_compact", "rms_norm", "tree_attention", "tree_expand"]
+
+_INT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The limits of a machine, as measured on it.
+
+    Attributes:
+        name: name of the device.
+        bytes_per_s: bytes read and written per second by a large copy.
+        flops_per_s: rate of a large bfloat16 matrix product.
+    """
+
+    name: str
+    bytes_per_s: float
+    flops_per_s: float
+
+
+# one measurement: 1 GiB copy, 8192^3 product of random numbers; the benchmarks measure the device that they run on
+H200 = Machine("NVIDIA H200", bytes_per_s=4.3e12, flops_per_s=780e12)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Least traffic and arithmetic of one call.
+
+    Attributes:
+        num_bytes: bytes read and written.
+        num_flops: floating-point operations; 0 for an op on integers.
+    """
+
+    num_bytes: int
+    num_flops: int = 0
+
+    def roofline_us(self, machine: Machine) -> float:
+        """Time in us below which no implementation can come on `machine`."""
+        return 1e6 * max(self.num_bytes / machine.bytes_per_s, self.num_flops / machine.flops_per_s)
+
+
+def tree_attention(
+    *,
+    batch: int,
+    num_nodes: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    context: int,
+    element_bytes: int,
+    num_tree_nodes: int | None = None,
+    shared_tree: bool = True,
+) -> Cost:
+    """Cost of tree_attention: keys and values of prefix and tree, queries and outputs, lengths and ancestor words.
+
+    Every query is counted against every key of the tree, as a dense tile computes them.
+
+    Args:
+        batch: B.
+        num_nodes: N, nodes that ask.
+        num_heads: HQ.
+        num_kv_heads: HK.
+        head_dim: D.
+        context: tokens of the prefix.
+        element_bytes: size of one element of q, k and v.
+        num_tree_nodes: T, nodes whose keys are in the cache; N if not given.
+        shared_tree: one set of ancestor words for the whole batch.
+
+    Returns:
+        The cost of one call, one layer.
+    """
+    num_tree_nodes = num_nodes if num_tree_nodes is None else num_tree_nodes
+    num_keys = context + num_tree_nodes
+    cache = 2 * batch * num_keys * num_kv_heads * head_dim * element_bytes
+    queries_and_outputs = 2 * batch * num_nodes * num_heads * head_dim * element_bytes
+    words = (1 if shared_tree else batch) * num_nodes * ((num_tree_nodes + 31) // 32) * _INT32_BYTES
+    return Cost(
+        num_bytes=cache + queries_and_outputs + words + batch * _INT32_BYTES,
+        num_flops=4 * batch * num_nodes * num_heads * head_dim * num_keys,
+    )
+
+
+def kv_compact(
+    *,
+    num_moved: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element_bytes: int,
+    batch: int,
+    path_length: int,
+) -> Cost:
+    """Cost of kv_compact: every moved node is read and written, K and V, in all layers.
+
+    Args:
+        num_moved: nodes that change their slot, summed over the batch; a node at its own slot does not move.
+        num_layers: L.
+        num_kv_heads: HK.
+        head_dim: D.
+        element_bytes: size of one element of the cache.
+        batch: B.
+        path_length: P, entries of a path.
+
+    Returns:
+        The cost of one call.
+    """
+    moved = 2 * num_moved * 2 * num_layers * num_kv_heads * head_dim * element_bytes
+    return Cost(num_bytes=moved + batch * (path_length + 2) * _INT32_BYTES)
+
+
+def tree_expand(*, batch: int, num_nodes: int, candidate_bytes: int) -> Cost:
+    """Cost of tree_expand: one candidate per node but the root, three tables, root and length; two outputs.
+
+    Args:
+        batch: B.
+        num_nodes: N.
+        candidate_bytes: size of one candidate, 4 or 8.
+
+    Returns:
+        The cost of one call.
+    """
+    reads = batch * ((num_nodes - 1) * candidate_bytes + 2 * _INT32_BYTES) + 3 * num_nodes * _INT32_BYTES
+    return Cost(num_bytes=reads + 2 * batch * num_nodes * _INT32_BYTES)
+
+
+def accept_greedy(
+    *, batch: int, num_nodes: int, max_depth: int, num_stop_tokens: int = 0, shared_tree: bool = True
+) -> Cost:
+    """Cost of accept_greedy: tokens, target tokens, parents, budget and stop tokens; the verdict.
+
+    Args:
+        batch: B.
+        num_nodes: N.
+        max_depth: largest depth of the tree.
+        num_stop_tokens: E.
+        shared_tree: one row of parents for the whole batch.
+
+    Returns:
+        The cost of one call.
+    """
+    reads = 2 * batch * num_nodes + (1 if shared_tree else batch) * num_nodes + batch + num_stop_tokens
+    writes = batch * (2 * (max_depth + 1) + 2)
+    return Cost(num_bytes=(reads + writes) * _INT32_BYTES)
+
+
+def rms_norm(*, num_rows: int, width: int, element_bytes: int, residual: bool = False) -> Cost:
+    """Cost of rms_norm, or of add_rms_norm with `residual`: every row in and out, the weight once.
+
+    Args:
+        num_rows: rows of all leading dimensions.
+        width: C.
+        element_bytes: size of one element.
+        residual: the residual stream is added first, and the sum is an output too.
+
+    Returns:
+        The cost of one call.
+    """
+    rows_moved = 4 if residual else 2
+    flops_per_element = 5 if residual else 4  # (add,) square, add to the sum, scale, weight
+    return Cost(
+        num_bytes=(rows_moved * num_rows + 1) * width * element_bytes,
+        num_flops=flops_per_element * num_rows * width,
+    )

@@ -1,0 +1,1 @@
+"""One pytest-benchmark file per kernel."""
