@@ -1,0 +1,1 @@
+"""Layer 1: target models, KV caches and draft networks."""

@@ -1,0 +1,367 @@
+"""A stock transformers causal LM, hooked so that it scores draft trees over our KV cache. No modelling code is copied.
+
+How: while `Target.hooked()` is active the model uses an attention function of ours, registered under the name
+`specdec`; each forward pass carries a *pass* object as a keyword of `model(...)` (transformers hands unknown keywords
+through to the attention function) that says where the new keys and values go and what each query may see; the cache is
+an own `Cache` subclass. On the way out, also after an exception or Ctrl-C, everything is put back.
+
+Checked families: LLaMA 1/2/3.x, Mistral, Qwen2, Qwen3, OPT. Any other decoder-only family is compared once with its own
+forward pass and refused if the results differ.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from specdec.kernels.launch import Backend
+from specdec.models.cache import KVCache
+from specdec.models.passes import PromptPass, TreePass
+
+__all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
+
+CHECKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+_ATTENTION_NAME = "specdec"
+# Keywords by which other families change attention itself; ignoring one would change the model's output.
+_UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
+_LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
+_COMPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What one scoring pass gives.
+
+    Attributes:
+        logits: [B, N, V] in the model's dtype, one row per node.
+        hidden: [B, N, C] the state that enters the LM head (after the final norm).
+        taps: per entry of `tap_layers`, [B, N, C] output of that decoder layer (no norm).
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+    taps: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """What the prompt's passes give.
+
+    Attributes:
+        logits: [B, V] at each row's last prompt token.
+        hidden: [B, T, C] states of all prompt tokens, right-padded; rows are valid up to their length.
+        taps: as in `TargetOutput`, [B, T, C].
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+    taps: tuple[torch.Tensor, ...] = ()
+
+    def last_hidden(self, lengths: torch.Tensor) -> torch.Tensor:
+        """[B, C] state of each row's last prompt token; `lengths` is [B]."""
+        rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
+        return self.hidden[rows, lengths.long() - 1]
+
+
+class Target:
+    """A hooked model. The model itself is unchanged outside `with target.hooked():`.
+
+    Args:
+        model: a decoder-only transformers model with an LM head, all on one device.
+        tap_layers: decoder layers (0-based) whose outputs drafters want beside the final state.
+        backend: what runs the kernels; by default decided by the device.
+
+    Raises:
+        TypeError: `model` is no transformers model.
+        ValueError: an encoder-decoder model, a model without LM head, on several devices, or with tap layers it lacks.
+        NotImplementedError: a family whose attention our hook cannot reproduce.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, tap_layers: Sequence[int] = (), backend: Backend | None = None
+    ) -> None:
+        _check_model(model)
+        config = model.config.get_text_config(decoder=True)
+        self.model = model
+        self.backend = backend
+        self.tap_layers = tuple(tap_layers)
+        self.device: torch.device = next(model.parameters()).device
+        self.dtype: torch.dtype = model.dtype
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.hidden_size: int = model.get_output_embeddings().weight.shape[1]
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.max_positions: int = config.max_position_embeddings
+        self.sliding_window: int | None = _sliding_window(config)
+        bad_taps = [layer for layer in self.tap_layers if not 0 <= layer < self.num_layers]
+        if bad_taps:
+            raise ValueError(f"tap_layers: expected layers between 0 and {self.num_layers - 1}, got {bad_taps}")
+        self._hidden: list[torch.Tensor] = []
+        self._taps: list[list[torch.Tensor]] = [[] for _ in self.tap_layers]
+        if config.model_type not in CHECKED_FAMILIES and model not in _COMPARED:
+            self._compare_with_own_forward()
+            _COMPARED.add(model)
+
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        """A zeroed cache for `batch_size` rows of `capacity` slots (tokens and tree nodes) each."""
+        return KVCache(
+            num_layers=self.num_layers,
+            batch_size=batch_size,
+            capacity=capacity,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.backend,
+        )
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hook the model for the duration of the block and restore it exactly, whatever ends the block.
+
+        The model is in eval mode inside (dropout would make decoding random). Another thread that hooks the same
+        model waits; other code must not run the model meanwhile.
+        """
+        AttentionInterface.register(_ATTENTION_NAME, _attention)
+        with _LOCKS.setdefault(self.model, threading.RLock()):
+            attention = self.model.config._attn_implementation
+            training = [module for module in self.model.modules() if module.training]
+            handles = []
+            try:
+                self.model.eval()
+                if attention != _ATTENTION_NAME:
+                    self.model.set_attn_implementation(_ATTENTION_NAME)
+                decoder = self.model.get_decoder()
+                handles.append(decoder.register_forward_hook(self._keep_hidden))
+                for taps, layer in zip(self._taps, self.tap_layers, strict=True):
+                    handles.append(_decoder_layers(decoder)[layer].register_forward_hook(_keep_in(taps)))
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+                if attention != _ATTENTION_NAME:
+                    self.model.set_attn_implementation(attention)
+                for module in training:
+                    module.training = True
+                self._take_states()
+
+    def prefill(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = 2048
+    ) -> PrefillOutput:
+        """Run the prompt and leave its keys and values in the cache.
+
+        Args:
+            tokens: [B, T] int64, right-padded with any valid token.
+            lengths: [B] int32 prompt lengths, at least 1.
+            cache: an empty cache with room for T tokens per row; its lengths are set.
+            chunk_size: tokens per pass and row, which bounds the memory of a long prompt.
+
+        Returns:
+            Logits of each row's last token and the states of all tokens.
+        """
+        hidden, taps = [], [[] for _ in self.tap_layers]
+        last = lengths.long() - 1
+        logits: torch.Tensor | None = None
+        for start in range(0, tokens.shape[1], chunk_size):
+            chunk = tokens[:, start : start + chunk_size]
+            end = start + chunk.shape[1]
+            ends_here = (last >= start) & (last < end)  # rows whose last token lies in this chunk
+            columns, column_of_row = torch.unique((last - start).clamp(0, chunk.shape[1] - 1), return_inverse=True)
+            window_pass = PromptPass(
+                start=start, num_tokens=chunk.shape[1], batch_size=chunk.shape[0], device=self.device
+            )
+            output = self._forward(chunk, window_pass.positions, window_pass, cache, logits_to_keep=columns)
+            chunk_logits = output.gather(1, column_of_row[:, None, None].expand(-1, 1, output.shape[-1]))[:, 0]
+            logits = chunk_logits if logits is None else torch.where(ends_here[:, None], chunk_logits, logits)
+            chunk_hidden, chunk_taps = self._take_states()
+            hidden.append(chunk_hidden)
+            for kept, tap in zip(taps, chunk_taps, strict=True):
+                kept.append(tap)
+        if logits is None:
+            raise ValueError(f"tokens: expected at least one token per row, got shape {list(tokens.shape)}")
+        cache.lengths.copy_(lengths)
+        return PrefillOutput(logits, torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
+
+    def score(
+        self,
+        tokens: torch.Tensor,
+        depth: torch.Tensor,
+        ancestors: torch.Tensor,
+        cache: KVCache,
+        *,
+        first_node: int = 0,
+    ) -> TargetOutput:
+        """Run nodes of a draft tree over the committed prefix; the cache's lengths do not change.
+
+        Args:
+            tokens: [B, N] tokens of the nodes.
+            depth: [B or 1, N] int32 distance of each node from slot `lengths[b]`, which is its position.
+            ancestors: [B or 1, N, W] int32 words: bit j says that the node may attend to tree slot j.
+            cache: cache with room for `first_node + N` slots beyond each row's length.
+            first_node: tree slot of the first of these nodes; a drafter scores a tree level by level.
+        """
+        tree_pass = TreePass(
+            lengths=cache.lengths,
+            depth=depth,
+            ancestors=ancestors,
+            first_node=first_node,
+            num_nodes=tokens.shape[1],
+            backend=self.backend,
+        )
+        # nodes past the last position can never be accepted; clamping keeps learned position tables in range
+        positions = tree_pass.positions.clamp(max=self.max_positions - 1)
+        logits = self._forward(tokens.long(), positions, tree_pass, cache, logits_to_keep=0)
+        hidden, taps = self._take_states()
+        return TargetOutput(logits, hidden, taps)
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        window_pass: PromptPass | TreePass,
+        cache: KVCache,
+        logits_to_keep: int | torch.Tensor,
+    ) -> torch.Tensor:
+        cache.write_to(window_pass.slots)
+        output = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            specdec_pass=window_pass,
+        )
+        return output.logits
+
+    def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002 - hook signature
+        self._hidden.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])  # type: ignore[index]
+
+    def _take_states(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """States kept by the hooks during the last pass; empties the keep."""
+        hidden = self._hidden.pop() if self._hidden else torch.empty(0)
+        taps = tuple(kept.pop() for kept in self._taps if kept)
+        self._hidden.clear()
+        for kept in self._taps:
+            kept.clear()
+        return hidden, taps
+
+    @torch.no_grad()
+    def _compare_with_own_forward(self) -> None:
+        """Refuse a family whose hooked logits differ from its own."""
+        family = self.model.config.model_type
+        length = min(12, self.max_positions)
+        tokens = torch.arange(1, length + 1, device=self.device)[None] % self.vocab_size
+        refusal = f"model: the {family} family is not supported (checked families: {', '.join(CHECKED_FAMILIES)})"
+        if self.sliding_window is not None:
+            raise NotImplementedError(f"{refusal}: sliding window attention was checked for those families only")
+        with self.hooked():
+            try:
+                cache = self.new_cache(1, length)
+                lengths = torch.full((1,), length, dtype=torch.int32, device=self.device)
+                hooked = self.prefill(tokens, lengths, cache).logits.float()
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{refusal}: {error}") from error
+            except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+                raise NotImplementedError(f"{refusal}: its forward pass failed under the hook: {error}") from error
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        own = self.model(tokens, use_cache=False).logits[:, -1].float()
+        for module in training:
+            module.training = True
+        difference = (hooked - own).abs().max().item()
+        allowed = 64 * torch.finfo(self.dtype).eps * own.abs().max().clamp(min=1.0).item()
+        if not difference <= allowed:
+            raise NotImplementedError(
+                f"{refusal}: its hooked logits differ from its own by {difference:.3g}, more than {allowed:.3g}"
+            )
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the pass decides what is visible
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    specdec_pass: PromptPass | TreePass | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls while a model is hooked.
+
+    Args:
+        module: the attention layer.
+        query: [B, HQ, T, D], rotary embedding applied.
+        key: [B, HK, S, D] the layer's whole cache.
+        value: [B, HK, S, D].
+        attention_mask: not used.
+        scaling: factor of the scores.
+        sliding_window: tokens that a query sees, itself included; None for all.
+        specdec_pass: where this pass is and what its queries may see.
+        kwargs: must not hold anything that changes attention.
+
+    Returns:
+        [B, T, HQ, D] and no weights.
+    """
+    if specdec_pass is None:
+        raise RuntimeError("model: it is hooked by specdec; run it again once specdec has finished with it")
+    unsupported = [name for name in _UNSUPPORTED_ATTENTION if kwargs.get(name) is not None]
+    if unsupported:
+        raise NotImplementedError(f"attention with {', '.join(unsupported)} is not supported")
+    scale = module.head_dim**-0.5 if scaling is None else scaling
+    return (
+        specdec_pass.attend(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=float(scale), window=sliding_window
+        ),
+        None,
+    )
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(f"model: expected a transformers causal LM, got {type(model).__name__}")
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"model: expected a decoder-only model, got the encoder-decoder {name}")
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"model: expected a model with an LM head, got {name}")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise ValueError(f"model: expected all parameters on one device, got {', '.join(devices)}")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise NotImplementedError(f"model: {name} does not let its attention function be replaced, which specdec needs")
+    layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
+    unknown = layer_types - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise NotImplementedError(f"model: {name} has layers of the kinds {', '.join(sorted(unknown))}")
+
+
+def _sliding_window(config: object) -> int | None:
+    """The window of the sliding layers, None if every layer sees everything."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    if not getattr(config, "use_sliding_window", True):
+        return None
+    return window
+
+
+def _decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """The decoder layers, which OPT keeps one module deeper."""
+    owner = decoder if hasattr(decoder, "layers") else decoder.decoder
+    return owner.layers  # type: ignore[return-value]
+
+
+def _keep_in(kept: list[torch.Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: object, output: object) -> None:  # noqa: ARG001 - hook signature
+        kept.append(output if isinstance(output, torch.Tensor) else output[0])  # type: ignore[index]
+
+    return hook
