@@ -1,0 +1,107 @@
+"""What a drafter proposes: one tree of tokens per row. A chain is a tree; the root alone is plain decoding."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from specdec.kernels.launch import Backend
+from specdec.kernels.tree_expand import tree_expand
+from specdec.trees import TreeShape
+
+__all__ = ["DraftTree", "TreeTemplate"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A draft tree per row. Node 0 is the root: the last emitted token, not yet in the target's cache.
+
+    A padding node has parent -1 and any valid token; it is never accepted.
+
+    Attributes:
+        tokens: [B, N] int32.
+        parent: [B or 1, N] int32, `parent[i] < i`; -1 for the root and for padding.
+        depth: [B or 1, N] int32 distance from the root (root 0).
+        ancestors: [B or 1, N, ceil(N / 32)] int32 words; bit j of row i says that node i may attend to node j.
+        reach: [B] int32, depth of the deepest proposed node of each row; 0 when nothing was proposed.
+        max_depth: largest depth that any step of this drafter can have.
+    """
+
+    tokens: torch.Tensor
+    parent: torch.Tensor
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+    reach: torch.Tensor
+    max_depth: int
+
+
+class TreeTemplate:
+    """A `TreeShape` on a device: the constant tables from which every step's `DraftTree` is filled.
+
+    Args:
+        shape: the topology.
+        device: where the tables go.
+        rows: which list of candidates a node is taken from: `"depth"`, one list per depth that all parents share
+            (Medusa), or `"parent"`, one list per node with children, in node order.
+        backend: what runs the kernel; by default decided by the device.
+    """
+
+    def __init__(
+        self,
+        shape: TreeShape,
+        device: torch.device,
+        *,
+        rows: Literal["depth", "parent"] = "depth",
+        backend: Backend | None = None,
+    ) -> None:
+        def table(values: object) -> torch.Tensor:
+            return torch.from_numpy(np.array(values, dtype=np.int32)).to(device)
+
+        parent = np.asarray(shape.parent, dtype=np.int32)
+        depth = np.asarray(shape.depth, dtype=np.int32)
+        inner = sorted(set(shape.parent) - {-1})  # nodes with children
+        if rows == "depth":
+            row = depth - 1
+        else:
+            row_of = {node: index for index, node in enumerate(inner)}
+            row = np.array([row_of.get(node, -1) for node in shape.parent], dtype=np.int32)
+        self.shape = shape
+        self.backend = backend
+        self.num_rows = shape.max_depth if rows == "depth" else len(inner)
+        self.row = table(row)
+        self.rank = table(shape.rank)
+        self.node_depth = table(depth)
+        self.parent = table(parent)[None]
+        self.depth = self.node_depth[None]
+        self.ancestors = table(shape.ancestor_words)[None]
+
+    def expand(self, candidates: torch.Tensor, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
+        """Fill the tree.
+
+        Args:
+            candidates: [B, M, R] int32 or int64 top-k lists, best first; M as `rows` says, R > the largest rank.
+            root: [B] int32 last emitted token.
+            lengths: [B] int32 committed tokens per row.
+        """
+        tokens, _ = tree_expand(candidates, root, lengths, self.row, self.rank, self.node_depth, backend=self.backend)
+        reach = torch.full_like(root, self.shape.max_depth)
+        return DraftTree(tokens, self.parent, self.depth, self.ancestors, reach, self.shape.max_depth)
+
+    def expand_chain(self, continuation: torch.Tensor, num_tokens: torch.Tensor, root: torch.Tensor) -> DraftTree:
+        """Fill a chain of which each row uses its own first `num_tokens` nodes.
+
+        Args:
+            continuation: [B, max_depth] int32 tokens after the root; any valid token past `num_tokens`.
+            num_tokens: [B] int32, 0 to max_depth.
+            root: [B] int32 last emitted token.
+        """
+        used = self.depth <= num_tokens[:, None]
+        return DraftTree(
+            tokens=torch.cat((root[:, None], continuation), 1),
+            parent=torch.where(used, self.parent, -1),
+            depth=self.depth,
+            ancestors=self.ancestors,
+            reach=num_tokens,
+            max_depth=self.shape.max_depth,
+        )

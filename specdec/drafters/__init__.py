@@ -1,0 +1,1 @@
+"""Drafters: each proposes one draft tree per row and step."""

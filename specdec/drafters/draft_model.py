@@ -1,0 +1,142 @@
+"""A separate small language model as the drafter: speculative decoding (SpS) and its multi-candidate form (MCSD).
+
+Paper: Leviathan et al. 2023 (arXiv:2211.17192) for a chain; Yang et al. 2024, multi-candidate speculative decoding
+(papers' `k_config`), for a tree. Here with greedy targets: the children of a node are the draft model's top-k.
+Proposes: any static tree, level by level; each parent has its own top-k list.
+Needs from the target: nothing but the tokens.
+Cost of one draft: one pass of the draft model per level; the deepest level is never fed to it.
+Deviations: the token before the root is fed again with the root, so that the first pass has the same shape whether or
+not the whole tree was accepted (its deepest node was never fed). That costs one row, and no branch.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from specdec.draft_tree import DraftTree, TreeTemplate
+from specdec.drafters.base import Drafter, Prompt
+from specdec.kernels.verdict import Verdict
+from specdec.models.target import PrefillOutput, Target, TargetOutput
+from specdec.trees import MAX_NODES, TreeShape
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel(Drafter):
+    """Tree drafting with a second, smaller causal LM of the same vocabulary.
+
+    Args:
+        model: the draft model; hooked while a generation runs.
+        shape: the tree to propose; a chain is SpS.
+
+    Raises:
+        ValueError: the tree takes ranks beyond the draft model's vocabulary, or is the root alone.
+    """
+
+    kind: ClassVar[str] = "draft_model"
+
+    def __init__(self, model: PreTrainedModel, shape: TreeShape) -> None:
+        if shape.max_depth < 1:
+            raise ValueError("tree: expected at least one draft token, got the root alone")
+        if shape.num_nodes >= MAX_NODES:
+            raise ValueError(f"tree: expected at most {MAX_NODES - 1} nodes with a draft model, got {shape.num_nodes}")
+        self.model = model
+        self.shape = shape
+
+    def bind(self, target: Target) -> None:
+        """Check the vocabulary, move to the target's device and lay out the levels."""
+        self.network = Target(self.model.to(target.device), backend=target.backend)
+        if self.network.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"drafter: expected a vocabulary of {target.vocab_size} tokens as the target's, "
+                f"got {self.network.vocab_size}"
+            )
+        if self.shape.max_rank >= self.network.vocab_size:
+            raise ValueError(f"tree: expected ranks below {self.network.vocab_size}, got {self.shape.max_rank}")
+        self._template = TreeTemplate(self.shape, target.device, rows="parent", backend=target.backend)
+        self._levels = _plan_levels(self.shape, target.device)
+        self._num_ranks = self.shape.max_rank + 1
+
+    def session(self) -> AbstractContextManager[None]:
+        """The draft model is hooked while a generation runs."""
+        return self.network.hooked()
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
+        """Run the prompt through the draft model."""
+        batch_size = prompt.lengths.shape[0]
+        self._cache = self.network.new_cache(batch_size, prompt.max_length + self.shape.num_nodes + 1)
+        self.network.prefill(prompt.tokens, prompt.lengths, self._cache)
+        self._cache.lengths -= 1  # the token before the root is fed again, with it
+        last = (prompt.lengths.long() - 1)[:, None]
+        self._previous = prompt.tokens.gather(1, last)[:, 0].int()
+
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
+        """One pass per level; the children of a node are its top-k tokens."""
+        self._root = root
+        candidates = []
+        tokens = torch.stack((self._previous, root), 1)
+        for level in self._levels:
+            output = self.network.score(tokens, level.depth, level.ancestors, self._cache, first_node=level.first_node)
+            top = output.logits[:, level.parents].topk(self._num_ranks, dim=-1).indices  # [B, parents, R]
+            candidates.append(top)
+            tokens = top.flatten(1)[:, level.next_inputs]
+        return self._template.expand(torch.cat(candidates, 1), root, lengths)
+
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:  # noqa: ARG002 - interface
+        """Keep the accepted nodes' keys and values, all but the last accepted one's, which is fed again."""
+        # tree nodes sit one slot after the token before the root, which stays; the tree's own root is at slot 1
+        self._cache.lengths += 1
+        self._cache.commit(verdict.path, verdict.num_accepted)
+        self._cache.lengths -= 1
+        last = verdict.num_accepted.clamp(min=1).long() - 1
+        accepted = verdict.emitted.gather(1, last[:, None])[:, 0]
+        previous = torch.where(verdict.num_accepted > 0, accepted, self._root)
+        self._previous = torch.where(verdict.num_accepted < 0, self._previous, previous)
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """One pass of the draft model: all nodes of one depth, placed one slot after their own index.
+
+    Attributes:
+        first_node: slot of the first of them, counted from the token before the root.
+        depth: [1, n] int32 distance of each input from the token before the root.
+        ancestors: [1, n, W] int32 words over those slots.
+        parents: [m] int64 inputs that have children.
+        next_inputs: [n'] int64, for each node of the next depth its place in the parents' flattened top-k lists.
+    """
+
+    first_node: int
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+    parents: torch.Tensor
+    next_inputs: torch.Tensor
+
+
+def _plan_levels(shape: TreeShape, device: torch.device) -> list[_Level]:
+    """The passes that draft `shape`, seen as a tree whose root is the token before the root."""
+    fed = TreeShape(parent=(-1, *(node + 1 for node in shape.parent)), rank=(-1, 0, *shape.rank[1:]))
+    words = np.asarray(fed.ancestor_words, dtype=np.int32)
+    depth = np.asarray(fed.depth, dtype=np.int32)
+    num_ranks = shape.max_rank + 1
+    levels = []
+    for distance in range(1, fed.max_depth):
+        # the first pass takes the token before the root along
+        nodes = [node for node in range(fed.num_nodes) if depth[node] == distance or (distance == 1 and node == 0)]
+        parents = [node for node in nodes if node > 0 and node in fed.parent]
+        children = [node for node in range(fed.num_nodes) if depth[node] == distance + 1]
+        next_inputs = [parents.index(fed.parent[node]) * num_ranks + fed.rank[node] for node in children]
+        levels.append(
+            _Level(
+                first_node=nodes[0],
+                depth=torch.from_numpy(depth[nodes]).to(device)[None],
+                ancestors=torch.from_numpy(words[nodes]).to(device)[None],
+                parents=torch.tensor([nodes.index(node) for node in parents], device=device),
+                next_inputs=torch.tensor(next_inputs, device=device),
+            )
+        )
+    return levels

@@ -1,0 +1,90 @@
+"""Prompt lookup: the continuation of the last occurrence of the current n-gram in the text so far.
+
+Paper: none; Saxena 2023, "prompt lookup decoding" (PLD), the n-gram baseline of the papers (3-gram, 10 tokens).
+Proposes: a chain of up to `num_draft_tokens`, as many as the match offers; nothing when there is no match.
+Needs from the target: nothing. Cost: one comparison of the text with its own end, no network.
+Deviations: the published code takes the leftmost match and only one with a full continuation; ours takes the most
+recent match, which predicts better, and accepts a shorter continuation.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from specdec.draft_tree import DraftTree, TreeTemplate
+from specdec.drafters.base import Drafter, Prompt
+from specdec.kernels.verdict import Verdict
+from specdec.models.target import PrefillOutput, Target, TargetOutput
+from specdec.trees import TreeShape
+
+__all__ = ["PromptLookup"]
+
+
+class PromptLookup(Drafter):
+    """Proposes what followed the longest, most recent n-gram that equals the end of the text.
+
+    Args:
+        max_ngram: longest n-gram to look for; shorter ones are tried when it is not found.
+        num_draft_tokens: longest continuation to propose.
+
+    Raises:
+        ValueError: an argument below 1, or a chain of more than 511 tokens.
+    """
+
+    kind: ClassVar[str] = "prompt_lookup"
+
+    def __init__(self, *, max_ngram: int = 3, num_draft_tokens: int = 10) -> None:
+        for name, value in (("max_ngram", max_ngram), ("num_draft_tokens", num_draft_tokens)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        self.max_ngram = max_ngram
+        self.shape = TreeShape.chain(num_draft_tokens)
+
+    def bind(self, target: Target) -> None:
+        """Place the chain on the target's device."""
+        self._template = TreeTemplate(self.shape, target.device)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
+        """Take the prompt as the text to search."""
+        batch_size, width = prompt.tokens.shape
+        reach = self.shape.max_depth
+        # one slot per token and room for a step's emitted tokens, of which the unused ones are -1
+        self._text = prompt.tokens.new_full((batch_size, prompt.max_length + reach + 2), -1, dtype=torch.int32)
+        columns = torch.arange(self._text.shape[1], device=prompt.tokens.device)
+        inside = columns[:width] < prompt.lengths[:, None]
+        self._text[:, :width] = torch.where(inside, prompt.tokens, -1)
+        self._lengths = prompt.lengths.clone()
+        self._columns = columns
+        self._emitted_columns = columns[: reach + 1]
+
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:  # noqa: ARG002 - interface
+        """Look the end of the text, root included, up in the text before it."""
+        self._append(root[:, None], torch.ones_like(root))
+        width = self._text.shape[1]
+        before_end = self._columns < self._lengths[:, None] - 1
+        matched = before_end  # [B, S]: the last `size` tokens of the text also end here
+        found = torch.full_like(self._lengths, -1)
+        for size in range(1, self.max_ngram + 1):
+            # one token longer: compare the token `size - 1` places before each column with that before the end
+            last = self._text.gather(1, (self._lengths[:, None] - size).clamp(min=0).long())
+            inside = (self._columns >= size - 1) & (self._lengths[:, None] >= size)
+            matched = matched & inside & (torch.roll(self._text, size - 1, 1) == last)
+            position = torch.where(matched, self._columns, -1).amax(1).int()
+            found = torch.where(position >= 0, position, found)
+        start = (found + 1).clamp(min=0)
+        columns = start[:, None] + self._columns[: self.shape.max_depth]
+        continuation = self._text.gather(1, columns.clamp(max=width - 1).long())
+        available = (self._lengths - start).clamp(max=self.shape.max_depth)
+        num_tokens = torch.where(found >= 0, available, 0).int()
+        return self._template.expand_chain(continuation.clamp(min=0), num_tokens, root)
+
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:  # noqa: ARG002 - interface
+        """Append the accepted tokens; the next root follows with the next draft."""
+        self._append(verdict.emitted, verdict.num_accepted.clamp(min=0))
+        # a finished row appends its root at every draft; take it back
+        self._lengths = torch.where(verdict.num_accepted < 0, self._lengths - 1, self._lengths)
+
+    def _append(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """Write [B, P] tokens at the end of each row's text, of which the first `counts [B]` stay."""
+        self._text.scatter_(1, (self._lengths[:, None] + self._columns[: tokens.shape[1]]).long(), tokens)
+        self._lengths = self._lengths + counts
