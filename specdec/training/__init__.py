@@ -1,0 +1,1 @@
+"""Training: the bundled tiny model and, per drafter, the recipe of its paper."""
