@@ -18,13 +18,12 @@ __all__ = ["AcceptanceRule", "AcceptanceStats", "Greedy"]
 
 
 class AcceptanceRule(Protocol):
-    """Decides which nodes of a tree the target accepts.
+    """Decides which nodes of a tree the target accepts."""
 
-    Attributes:
-        lossless: whether the output is exactly what plain decoding with the target would give.
-    """
-
-    lossless: bool
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is exactly what plain decoding with the target would give."""
+        ...
 
     def first(self, logits: torch.Tensor) -> torch.Tensor:
         """The first emitted token [B] int32, from the prompt's logits [B, V]."""

@@ -7,12 +7,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specdec.decoder import DecodeResult
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Expected errors print one line, not a traceback."""
+    """Run one command; returns the exit status. Expected errors print one line, not a traceback.
+
+    Heavy imports wait until a command needs them, so that `specdec --help` is quick.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
@@ -97,42 +106,46 @@ def _generate(options: argparse.Namespace) -> int:
     prompt = tokenizer(text, return_tensors="pt").input_ids[0].long()
     if prompt.numel() == 0:
         raise ValueError("--prompt: expected at least one token, got an empty text")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
-    target = Target(model)
+    target = Target(AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval())
     room = target.max_positions - prompt.numel()
     if options.max_new_tokens > room:
         raise ValueError(
             f"--max-new-tokens: expected at most {max(room, 0)} after a prompt of {prompt.numel()} tokens "
             f"(the model's context is {target.max_positions}), got {options.max_new_tokens}"
         )
-    stops = model.generation_config.eos_token_id
+    stops = target.model.generation_config.eos_token_id
     stop_tokens = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
     decoder = Decoder(target, load_drafter(drafter, target, tree=_tree(options.tree)))
     if options.json:
         result = decoder.decode([prompt], options.max_new_tokens, stop_tokens=stop_tokens)
-        record = {
-            "text": tokenizer.decode(result.tokens[0], skip_special_tokens=True),
-            "tokens": result.tokens[0],
-            "tau": result.stats.tau if result.stats.num_target_passes else None,
-            "acceptance_at_depth": result.stats.acceptance_at_depth,
-            "num_target_passes": result.stats.num_target_passes,
-            "lossless": result.stats.lossless,
-            "times_ms": result.stats.times_ms,
-        }
-        print(json.dumps(record))
+        print(json.dumps(_record(result, tokenizer)))
         return 0
     console = Console(highlight=False)
     result = stream_completion(
         console, decoder, tokenizer, prompt, max_new_tokens=options.max_new_tokens, stop_tokens=stop_tokens
     )
-    stats = result.stats
-    seconds = sum(stats.times_ms.values()) / 1e3
+    tokens, stats = result.tokens[0], result.stats
+    speed = len(tokens) / (sum(stats.times_ms.values()) / 1e3)
     console.print(
-        f"\n{len(result.tokens[0])} tokens in {stats.num_target_passes} target passes, tau {stats.tau:.2f}, "
-        f"{len(result.tokens[0]) / seconds:.0f} tok/s ({decoder.drafter.kind}, {device}, {str(dtype).split('.')[-1]})",
+        f"\n{len(tokens)} tokens in {stats.num_target_passes} target passes, tau {stats.tau:.2f}, {speed:.0f} tok/s "
+        f"({decoder.drafter.kind}, {device}, {str(dtype).removeprefix('torch.')})",
         style="dim",
     )
     return 0
+
+
+def _record(result: "DecodeResult", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """One generation for machines; `tau` is null when the first token ended the text."""
+    stats = result.stats
+    return {
+        "text": tokenizer.decode(result.tokens[0], skip_special_tokens=True),
+        "tokens": result.tokens[0],
+        "tau": stats.tau if stats.num_target_passes else None,
+        "acceptance_at_depth": stats.acceptance_at_depth,
+        "num_target_passes": stats.num_target_passes,
+        "lossless": stats.lossless,
+        "times_ms": stats.times_ms,
+    }
 
 
 def _train_tiny(options: argparse.Namespace) -> int:

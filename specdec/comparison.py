@@ -141,7 +141,7 @@ def _ours(
 
 def _transformers(target: Target, prompt: torch.Tensor, max_new_tokens: int, stop_tokens: Sequence[int]) -> list[int]:
     prompt = prompt.to(target.device)[None]
-    output = target.model.generate(  # type: ignore[operator]
+    output = target.model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,

@@ -9,16 +9,13 @@ Sources: node order and "choices" of Medusa (arXiv:2401.10774); k_config of MCSD
 named in `presets/*.json`. What the published code calls `retrieve_indices` is `TreeShape.paths` here.
 
 The dataclass has no slots: its derived arrays are `functools.cached_property`, which needs the instance's `__dict__`.
-Longer than most modules: the shape, its text forms and the names it goes by change together.
 """
 
-import difflib
 import functools
 import json
 import numbers
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,21 +25,18 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.files import replace_file
+from specdec.tree_presets import ALIASES, preset_children, preset_names, suggestion
+from specdec.tree_text import (
+    FORMAT_VERSION,
+    MAX_NODES,
+    MAX_RANK,
+    check_keys,
+    draw_below,
+    parse_json,
+    read_children,
+)
 
 __all__ = ["MAX_NODES", "TreeLike", "TreeShape", "as_tree_shape", "preset_names"]
-
-MAX_NODES = 512
-"""Largest tree, root included: what the tree attention kernel accepts."""
-
-_FORMAT_VERSION = 1
-_MAX_RANK = 2**31 - 1  # ranks travel as int32
-_RANK_PATH = re.compile(r"(0|[1-9][0-9]{0,9})(\.(0|[1-9][0-9]{0,9}))*")
-_PRESET_FOLDER = Path(__file__).parent / "presets"
-# Trees that were published under two names.
-_ALIASES = {
-    "hydra/mc_sim_7b_63": "medusa/mc_sim_7b_63",
-    "falcon/kmask2_8layer_tree_6": "falcon/kmask2_8layer_tree_5",
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,8 +72,8 @@ class TreeShape:
         for node in range(1, len(parent)):
             if not 0 <= parent[node] < node:
                 raise ValueError(f"parent: expected 0 to {node - 1} for node {node}, got {parent[node]}")
-            if not 0 <= rank[node] <= _MAX_RANK:
-                raise ValueError(f"rank: expected 0 to {_MAX_RANK} for node {node}, got {rank[node]}")
+            if not 0 <= rank[node] <= MAX_RANK:
+                raise ValueError(f"rank: expected 0 to {MAX_RANK} for node {node}, got {rank[node]}")
             if parent[node] < parent[node - 1]:
                 raise ValueError(
                     f"parent: expected nodes in order of depth and rank path (TreeShape.from_paths sorts them), "
@@ -152,8 +146,8 @@ class TreeShape:
             path = _ints(f"paths[{index}]", raw)
             if not path:
                 raise ValueError(f"paths[{index}]: expected at least one rank (the root is not listed), got {raw!r}")
-            if min(path) < 0 or max(path) > _MAX_RANK:
-                raise ValueError(f"paths[{index}]: expected ranks from 0 to {_MAX_RANK}, got {[*path]}")
+            if min(path) < 0 or max(path) > MAX_RANK:
+                raise ValueError(f"paths[{index}]: expected ranks from 0 to {MAX_RANK}, got {[*path]}")
             if path in nodes and not drop_duplicates:
                 raise ValueError(
                     f"paths[{index}]: expected every path once, got {[*path]} again (drop_duplicates=True keeps one)"
@@ -176,8 +170,8 @@ class TreeShape:
             ValueError: no preset of this name; the message suggests the closest ones.
         """
         if name not in preset_names():
-            raise ValueError(f"tree: expected the name of a preset, got {name!r}{_suggestion(name)}")
-        return _preset(_ALIASES.get(name, name))
+            raise ValueError(f"tree: expected the name of a preset, got {name!r}{suggestion(name)}")
+        return _preset(ALIASES.get(name, name))
 
     # Sizes
 
@@ -293,7 +287,7 @@ class TreeShape:
                 ranks = list(self.rank[nodes.start : nodes.stop])
                 key = ".".join(map(str, self.rank_paths[node])) or "root"
                 children[key] = len(ranks) if ranks == list(range(len(ranks))) else ranks
-        return {"version": _FORMAT_VERSION, "children": children}
+        return {"version": FORMAT_VERSION, "children": children}
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "tree") -> "TreeShape":
@@ -306,8 +300,8 @@ class TreeShape:
         Raises:
             ValueError: anything that `to_dict` cannot have written; the message names the source and the field.
         """
-        _check_keys(data, {"version", "children"}, source)
-        return _from_children(data["children"], f"{source}: children")
+        check_keys(data, {"version", "children"}, source)
+        return cls.from_paths(read_children(data["children"], f"{source}: children"))
 
     def to_json(self) -> str:
         """`to_dict` as text, one node per line."""
@@ -319,7 +313,7 @@ class TreeShape:
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "tree") -> "TreeShape":
         """The tree that `to_json` wrote; errors as in `from_dict`."""
-        return cls.from_dict(_parse_json(text, source), source=source)
+        return cls.from_dict(parse_json(text, source), source=source)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file, in one step; missing folders are made."""
@@ -353,48 +347,14 @@ class TreeShape:
             max_lines: lines after which the picture is cut.
             max_width: characters after which a line is cut.
         """
-        lines = ["root", *self._draw_below(0, "")]
+        lines = ["root", *draw_below(self, 0, "")]
         if len(lines) > max_lines:
             lines[max_lines - 1 :] = [f"... {len(lines) - max_lines + 1} more lines"]
         return "\n".join(line if len(line) <= max_width else line[: max_width - 3] + "..." for line in lines)
 
-    def _draw_below(self, node: int, indent: str) -> Iterator[str]:
-        branches = [child for child in self.children[node] if self.children[child]]
-        leaves = [child for child in self.children[node] if not self.children[child]]
-        for child in branches:
-            label, end = str(self.rank[child]), child
-            while len(self.children[end]) == 1:  # a chain takes one line
-                end = self.children[end].start
-                label += f" ─ {self.rank[end]}"
-            ends_in_leaves = all(not self.children[below] for below in self.children[end])
-            if ends_in_leaves and self.children[end]:
-                label += f" ─ {self._spans(self.children[end])}"
-            is_last = child == branches[-1] and not leaves
-            yield f"{indent}{'└─' if is_last else '├─'} {label}"
-            if not ends_in_leaves:
-                yield from self._draw_below(end, indent + ("   " if is_last else "│  "))
-        if leaves:
-            yield f"{indent}└─ {self._spans(leaves)}"
-
-    def _spans(self, siblings: Sequence[int]) -> str:
-        """Ranks of some siblings as text, `0, 3..9`."""
-        spans: list[list[int]] = []
-        for rank in (self.rank[node] for node in siblings):
-            if spans and rank == spans[-1][1] + 1:
-                spans[-1][1] = rank
-            else:
-                spans.append([rank, rank])
-        return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in spans)
-
 
 TreeLike = TreeShape | str | os.PathLike[str] | int | Sequence[int]
 """What a `tree` argument accepts; see `as_tree_shape`."""
-
-
-@functools.cache
-def preset_names() -> tuple[str, ...]:
-    """Names of all published trees that `TreeShape.preset` knows, sorted."""
-    return tuple(sorted([*_preset_children(), *_ALIASES]))
 
 
 def as_tree_shape(tree: TreeLike) -> TreeShape:
@@ -417,7 +377,7 @@ def as_tree_shape(tree: TreeLike) -> TreeShape:
         if tree.endswith(".json") or os.path.isfile(tree):
             return TreeShape.load(tree)
         raise ValueError(
-            f"tree: expected the name of a preset or the path of a JSON file, got {tree!r}{_suggestion(tree)}"
+            f"tree: expected the name of a preset or the path of a JSON file, got {tree!r}{suggestion(tree)}"
         )
     if isinstance(tree, os.PathLike):
         return TreeShape.load(tree)
@@ -432,94 +392,10 @@ def as_tree_shape(tree: TreeLike) -> TreeShape:
     )
 
 
-# Presets
-
-
-@functools.cache
-def _preset_children() -> dict[str, Any]:
-    """The children of every stored tree by "system/name", as the files have them."""
-    trees = {}
-    for file in sorted(_PRESET_FOLDER.glob("*.json")):
-        for name, children in json.loads(file.read_bytes())["trees"].items():
-            trees[f"{file.stem}/{name}"] = children
-    return trees
-
-
 @functools.cache
 def _preset(name: str) -> TreeShape:
     """One object per stored tree, so that its derived arrays are computed once in a process."""
-    return _from_children(_preset_children()[name], f"preset {name}")
-
-
-def _suggestion(name: str) -> str:
-    # a bare name fits every system that used it, so the part after the slash is compared as well
-    known = preset_names()
-    tails = [full for full in known if full.split("/")[1] == name]
-    close = tails or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else "; specdec.trees.preset_names() lists the presets"
-
-
-# Reading JSON
-
-
-def _parse_json(text: str | bytes, source: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        data: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in data:
-                raise ValueError(f"{key!r} is given twice")
-            data[key] = value
-        return data
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: expected JSON, got an error: {error}") from error
-
-
-def _check_keys(data: Any, keys: set[str], source: str) -> None:
-    if not isinstance(data, dict):
-        raise ValueError(f"{source}: expected a JSON object, got {type(data).__name__}")
-    for key in data:
-        if key not in keys:
-            raise ValueError(f"{source}: expected the keys {', '.join(sorted(keys))}, got the unknown key {key!r}")
-    for key in sorted(keys):
-        if key not in data:
-            raise ValueError(f"{source}: expected the keys {', '.join(sorted(keys))}, got none called {key!r}")
-    version = data["version"]
-    if type(version) is not int or version != _FORMAT_VERSION:
-        raise ValueError(f"{source}: version: expected {_FORMAT_VERSION}, got {version!r}")
-
-
-def _from_children(children: Any, source: str) -> TreeShape:
-    if not isinstance(children, Mapping):
-        raise ValueError(f"{source}: expected a JSON object, got {type(children).__name__}")
-    fields: dict[tuple[int, ...], str] = {}  # by the path that each entry is about
-    paths: set[tuple[int, ...]] = {()}
-    for key, value in children.items():
-        if key != "root" and not (isinstance(key, str) and _RANK_PATH.fullmatch(key)):
-            raise ValueError(f'{source}: expected "root" or a rank path such as "0.2" as key, got {key!r}')
-        field = f"{source}.{key}"
-        path = () if key == "root" else tuple(map(int, key.split(".")))
-        fields[path] = field
-        paths.update((*path, rank) for rank in _child_ranks(value, field))
-        if len(paths) > MAX_NODES:
-            raise ValueError(f"{field}: expected at most {MAX_NODES} nodes in all, root included, got more")
-    for path, field in fields.items():
-        if path not in paths:
-            raise ValueError(f"{field}: expected a node of the tree as key, but no other entry has it as a child")
-    return TreeShape.from_paths(paths - {()})
-
-
-def _child_ranks(value: Any, field: str) -> Sequence[int]:
-    if type(value) is int and 0 < value < MAX_NODES:
-        return range(value)
-    if isinstance(value, list) and value and all(type(rank) is int and 0 <= rank <= _MAX_RANK for rank in value):
-        if len(set(value)) != len(value):
-            raise ValueError(f"{field}: expected distinct ranks, got {value!r:.80}")
-        return value
-    wanted = f"the number of children, 1 to {MAX_NODES - 1}, or a list of their ranks"
-    raise ValueError(f"{field}: expected {wanted}, got {value!r:.80}")
+    return TreeShape.from_paths(read_children(preset_children()[name], f"preset {name}"))
 
 
 # Small helpers

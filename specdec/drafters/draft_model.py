@@ -129,12 +129,13 @@ def _plan_levels(shape: TreeShape, device: torch.device) -> list[_Level]:
         nodes = [node for node in range(fed.num_nodes) if depth[node] == distance or (distance == 1 and node == 0)]
         parents = [node for node in nodes if node > 0 and node in fed.parent]
         children = [node for node in range(fed.num_nodes) if depth[node] == distance + 1]
+        num_words = (nodes[-1] + 32) // 32  # one bit for every slot up to this level's last
         next_inputs = [parents.index(fed.parent[node]) * num_ranks + fed.rank[node] for node in children]
         levels.append(
             _Level(
                 first_node=nodes[0],
                 depth=torch.from_numpy(depth[nodes]).to(device)[None],
-                ancestors=torch.from_numpy(words[nodes]).to(device)[None],
+                ancestors=torch.from_numpy(words[nodes][:, :num_words].copy()).to(device)[None],
                 parents=torch.tensor([nodes.index(node) for node in parents], device=device),
                 next_inputs=torch.tensor(next_inputs, device=device),
             )

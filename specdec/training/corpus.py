@@ -93,7 +93,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, model_max_length: int) ->
     )
 
 
-class TokenWindows(torch.utils.data.Dataset):
+class TokenWindows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Equal windows cut from documents that are joined by the end-of-text token.
 
     Items are `{"input_ids": [window], "labels": [window]}`, int64; a causal LM shifts the labels itself.

@@ -47,7 +47,7 @@ class DrafterRecipe:
     seed: int = 0
 
 
-class _Windows(torch.utils.data.Dataset):
+class _Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, windows: torch.Tensor) -> None:
         self.windows = windows
 
