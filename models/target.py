@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -166,7 +167,8 @@ class Target:
         Returns:
             Logits of each row's last token and the states of all tokens.
         """
-        hidden, taps = [], [[] for _ in self.tap_layers]
+        hidden: list[torch.Tensor] = []
+        taps: list[list[torch.Tensor]] = [[] for _ in self.tap_layers]
         last = lengths.long() - 1
         logits: torch.Tensor | None = None
         for start in range(0, tokens.shape[1], chunk_size):
@@ -284,7 +286,7 @@ class Target:
 
 
 def _attention(
-    module: nn.Module,
+    module: nn.Module,  # noqa: ARG001 - signature that transformers calls
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -315,7 +317,7 @@ def _attention(
     unsupported = [name for name in _UNSUPPORTED_ATTENTION if kwargs.get(name) is not None]
     if unsupported:
         raise NotImplementedError(f"attention with {', '.join(unsupported)} is not supported")
-    scale = module.head_dim**-0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return (
         specdec_pass.attend(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=float(scale), window=sliding_window
@@ -324,8 +326,10 @@ def _attention(
     )
 
 
-def _check_model(model: PreTrainedModel) -> None:
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+def _check_model(model: Any) -> None:
+    """Refuse, with the reason, whatever is not a decoder-only causal LM on one device."""
+    is_module = isinstance(model, nn.Module)
+    if not is_module or not hasattr(model, "config"):
         raise TypeError(f"model: expected a transformers causal LM, got {type(model).__name__}")
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -356,8 +360,8 @@ def _sliding_window(config: object) -> int | None:
 
 def _decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     """The decoder layers, which OPT keeps one module deeper."""
-    owner = decoder if hasattr(decoder, "layers") else decoder.decoder
-    return owner.layers  # type: ignore[return-value]
+    owner = decoder if hasattr(decoder, "layers") else cast(nn.Module, decoder.decoder)
+    return cast(nn.ModuleList, owner.layers)
 
 
 def _keep_in(kept: list[torch.Tensor]) -> Callable[..., None]:

@@ -106,6 +106,18 @@ def test_eight_rows_and_a_long_prompt(generator):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("tree", ["medusa/mc_sim_7b_63", "eagle/mc_sim_7b_63", (6, 3, 3), 40])
+def test_draft_model_with_trees_of_several_mask_words(tree, generator):
+    model = build_model("llama")
+    ids, mask = pad(random_prompts(generator, [9, 4]), "left")
+    expected = transformers_greedy(model, ids, mask, max_new_tokens=24)
+    output = specdec.generate(
+        model, noisy_copy(model), ids, attention_mask=mask, tree=tree, max_new_tokens=24, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, expected)
+    assert output.stats.tau > 1.5
+
+
 def test_the_whole_context_can_be_used():
     for family in ("llama", "opt"):  # OPT's position table ends where the context does
         model = build_model(family)
