@@ -32,18 +32,20 @@ def check_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if dtype is not None:
-        allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+    # this runs for every argument of every op of every layer: the way through without an error is kept short
+    if dtype is not None and tensor.dtype is not dtype:
+        allowed = (dtype,) if isinstance(dtype, torch.dtype) else dtype
         if tensor.dtype not in allowed:
             raise TypeError(f"{name}: expected {' or '.join(map(str, allowed))}, got {tensor.dtype}")
-    if shape is not None:
-        fits = tensor.ndim == len(shape) and all(
-            want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
-        )
+    sizes = tensor.shape
+    if shape is not None and sizes != shape:
+        fits = len(sizes) == len(shape)
+        for want, got in zip(shape, sizes, strict=False):
+            fits = fits and (want is None or want == got)
         if not fits:
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
-            raise ValueError(f"{name}: expected shape [{wanted}], got {list(tensor.shape)}")
+            raise ValueError(f"{name}: expected shape [{wanted}], got {list(sizes)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
-    if contiguous_last and tensor.ndim > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if contiguous_last and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {tensor.stride(-1)}")

@@ -27,7 +27,9 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, memory: torch.Tensor, slots: _Slots) -> None:
         super().__init__()
-        self.keys, self.values = memory[0], memory[1]  # [B, S, HK, D]
+        # made once: on a CPU, eight views per layer and pass cost as much as the copies they serve
+        self.keys, self.values = memory.transpose(2, 3).unbind()  # [B, HK, S, D]
+        self._flat_keys, self._flat_values = memory.flatten(1, 2).unbind()  # [B * S, HK, D]
         self._slots = slots
         self.is_initialized = True
 
@@ -38,9 +40,9 @@ class _Layer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this pass's [B, HK, T, D] keys and values; returns the whole layer as [B, HK, S, D]."""
-        for memory, states in ((self.keys, key_states), (self.values, value_states)):
-            memory.flatten(0, 1).index_copy_(0, self._slots.flat, states.transpose(1, 2).flatten(0, 1))
-        return self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        self._flat_keys.index_copy_(0, self._slots.flat, key_states.transpose(1, 2).flatten(0, 1))
+        self._flat_values.index_copy_(0, self._slots.flat, value_states.transpose(1, 2).flatten(0, 1))
+        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:  # noqa: ARG002 - interface
         """Sizes of a mask that our attention function never asks for."""
@@ -52,7 +54,7 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Slots per row."""
-        return int(self.keys.shape[1])
+        return int(self.keys.shape[2])
 
     # transformers 5.0 - 5.15 call it by this name
     get_max_cache_shape = get_max_length

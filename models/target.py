@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from specdec.kernels.launch import Backend
+from specdec.kernels.launch import Backend, resolve_backend
 from specdec.models.cache import KVCache
 from specdec.models.passes import PromptPass, TreePass
 
@@ -89,10 +89,10 @@ class Target:
         _check_model(model)
         config = model.config.get_text_config(decoder=True)
         self.model = model
-        self.backend = backend
         self.tap_layers = tuple(tap_layers)
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = model.dtype
+        self.backend: Backend = resolve_backend(torch.empty(0, device=self.device), backend)
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

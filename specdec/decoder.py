@@ -14,7 +14,7 @@ from specdec.acceptance import AcceptanceRule, AcceptanceStats, Greedy
 from specdec.draft_tree import DraftTree
 from specdec.drafters.base import Drafter, Prompt
 from specdec.drafters.none import NoDrafter
-from specdec.kernels.launch import Backend, resolve_backend
+from specdec.kernels.launch import Backend
 from specdec.kernels.verdict import Verdict
 from specdec.models.cache import KVCache
 from specdec.models.target import Target
@@ -83,7 +83,7 @@ class Decoder:
         model: the target: a transformers causal LM or a `Target`.
         drafter: what proposes tokens; None for plain decoding.
         acceptance: the acceptance rule; greedy by default.
-        backend: what runs the kernels; by default decided by the device (see `backend`).
+        backend: what runs the kernels; by default decided by the device. A `Target` has decided already.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the model is not supported, or the drafter does not fit it.
@@ -98,9 +98,11 @@ class Decoder:
         backend: Backend | None = None,
     ) -> None:
         self.target = model if isinstance(model, Target) else Target(model, backend=backend)
+        if backend not in (None, self.target.backend):
+            raise ValueError(f"backend: expected None or the target's {self.target.backend!r}, got {backend!r}")
         self.drafter = NoDrafter() if drafter is None else drafter
-        self.backend = resolve_backend(torch.empty(0, device=self.target.device), backend)
-        self.acceptance: AcceptanceRule = Greedy(backend=backend) if acceptance is None else acceptance
+        self.backend = self.target.backend
+        self.acceptance: AcceptanceRule = Greedy(backend=self.backend) if acceptance is None else acceptance
         window = self.target.sliding_window
         if window is not None and self.drafter.shape.max_depth >= window:
             raise ValueError(

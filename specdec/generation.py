@@ -78,7 +78,7 @@ def generate(
             causal LM of the same vocabulary, or None for plain decoding.
         input_ids: [B, T] int64 prompts.
         attention_mask: [B, T], 1 for tokens and 0 for padding, which may be on the left or on the right. Without a
-            mask every token counts.
+            mask every token counts, except pad tokens if the pad token does not also end texts (as in transformers).
         generation_config: settings as for `model.generate`.
         streamer: gets the prompt, then each step's tokens, then `end()`; for one row only, as in transformers.
         tree: the draft tree: a `TreeShape`, a preset's name, a JSON file, a k_config such as `(4, 2, 2)` or the length
@@ -94,9 +94,9 @@ def generate(
         NotImplementedError: a setting that this release does not support (sampling, beams, logits processors, ...).
     """
     target = model if isinstance(model, Target) else Target(model)
-    rows, input_ids, attention_mask = _prompts(input_ids, attention_mask, target)
-    longest = max(len(row) for row in rows)
-    settings = _settings(target, input_ids, longest, generation_config, return_dict_in_generate, generation_kwargs)
+    config = _merge(target, generation_config, return_dict_in_generate, generation_kwargs)
+    rows, input_ids = _prompts(input_ids, attention_mask, target, config)
+    settings = _settings(target, config, width=input_ids.shape[1], longest=max(len(row) for row in rows))
     if streamer is not None and len(rows) > 1:
         raise ValueError(f"streamer: expected one prompt, as streamers print one text, got {len(rows)}")
     decoder = Decoder(target, load_drafter(drafter, target, tree=tree))
@@ -123,8 +123,8 @@ def generate(
 
 
 def _prompts(
-    input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, target: Target
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, target: Target, config: GenerationConfig
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Check the prompts and strip their padding."""
     if not isinstance(input_ids, torch.Tensor):
         raise TypeError(f"input_ids: expected a [batch, length] tensor of token ids, got {type(input_ids).__name__}")
@@ -139,7 +139,8 @@ def _prompts(
         bad = low if low < 0 else high
         raise ValueError(f"input_ids: expected token ids from 0 to {target.vocab_size - 1}, got {bad}")
     if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
+        pads = config.pad_token_id is not None and config.pad_token_id not in _ints(config.eos_token_id)
+        attention_mask = input_ids != config.pad_token_id if pads else torch.ones_like(input_ids)
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != input_ids.shape:
         got = list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
         raise ValueError(f"attention_mask: expected shape {list(input_ids.shape)} as input_ids, got {got}")
@@ -153,18 +154,13 @@ def _prompts(
         first, last = mask.index(True), len(mask) - 1 - mask[::-1].index(True)
         if not all(mask[first : last + 1]):
             raise ValueError(f"attention_mask: expected padding at the ends only, got a gap in row {row}")
-    return [row[mask] for row, mask in zip(input_ids, keep, strict=True)], input_ids.long(), attention_mask
+    return [row[mask] for row, mask in zip(input_ids, keep, strict=True)], input_ids.long()
 
 
-def _settings(
-    target: Target,
-    input_ids: torch.Tensor,
-    longest: int,
-    generation_config: GenerationConfig | None,
-    return_dict: bool | None,
-    kwargs: dict[str, Any],
-) -> _Settings:
-    """Merge the settings and refuse what this release does not support."""
+def _merge(
+    target: Target, generation_config: GenerationConfig | None, return_dict: bool | None, kwargs: dict[str, Any]
+) -> GenerationConfig:
+    """Merge the settings, keywords first, and refuse what this release does not support."""
     given = generation_config if generation_config is not None else target.model.generation_config
     config = copy.deepcopy(given) if given is not None else GenerationConfig()
     for name, value in kwargs.items():
@@ -181,15 +177,18 @@ def _settings(
             "this release decodes greedily"
         )
     _refuse_unsupported(config)
+    return config
 
+
+def _settings(target: Target, config: GenerationConfig, *, width: int, longest: int) -> _Settings:
+    """What the merged settings mean for prompts of padded length `width`, the longest of `longest` tokens."""
     max_new = config.max_new_tokens
     if max_new is None:
         max_length = config.max_length if config.max_length is not None else _DEFAULT_MAX_LENGTH
-        max_new = max_length - input_ids.shape[1]
+        max_new = max_length - width
         if max_new < 1:
             raise ValueError(
-                f"max_length: expected more than the prompt's {input_ids.shape[1]} tokens, got {max_length}; "
-                "or pass max_new_tokens"
+                f"max_length: expected more than the prompt's {width} tokens, got {max_length}; or pass max_new_tokens"
             )
     if not isinstance(max_new, int) or max_new < 1:
         raise ValueError(f"max_new_tokens: expected an int of at least 1, got {max_new!r}")
@@ -198,8 +197,7 @@ def _settings(
             f"max_new_tokens: expected at most {target.max_positions - longest} after a prompt of {longest} tokens "
             f"(the model's context is {target.max_positions}), got {max_new}"
         )
-    stops = config.eos_token_id
-    stop_tokens = tuple(_ints(stops) if stops is not None else ())
+    stop_tokens = tuple(_ints(config.eos_token_id))
     pad = config.pad_token_id
     if pad is None:  # as transformers: the first end-of-sequence token; 0 when rows cannot end early
         pad = stop_tokens[0] if stop_tokens else 0
@@ -218,7 +216,10 @@ def _refuse_unsupported(config: GenerationConfig) -> None:
         raise NotImplementedError(f"{name}: expected its default, got {value!r}; this release does not support it")
 
 
-def _ints(value: int | Sequence[int] | torch.Tensor) -> list[int]:
+def _ints(value: int | Sequence[int] | torch.Tensor | None) -> list[int]:
+    """Token ids given as one, several, a tensor or none."""
+    if value is None:
+        return []
     if isinstance(value, torch.Tensor):
         value = value.flatten().tolist()
     return [value] if isinstance(value, int) else [int(item) for item in value]

@@ -85,6 +85,14 @@ def test_padding_on_either_side_changes_nothing(side, generator):
         assert torch.equal(sequences[row, ids.shape[1] :], alone[0, len(prompt) :])
 
 
+def test_pad_tokens_without_a_mask_are_padding_as_in_transformers(generator):
+    model = build_model("llama")
+    ids, _ = pad(random_prompts(generator, [4, 9]), "left")
+    expected = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=7, pad_token_id=0)
+    got = specdec.generate(model, None, ids, max_new_tokens=12, eos_token_id=7, pad_token_id=0)
+    assert torch.equal(got, expected)
+
+
 def test_ends_at_any_of_several_stop_tokens_and_pads_after(generator):
     model = build_model("llama")
     ids, mask = pad(random_prompts(generator, [6, 9, 7]), "left")
