@@ -43,6 +43,28 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def _ancestor_bits(words_ptrs, j, T, mask_m, BLOCK_N: tl.constexpr):
+    """Whether each row sees nodes j..j+BLOCK_N-1, from one or two words per row; [BLOCK_M, BLOCK_N]."""
+    offs_n = tl.arange(0, BLOCK_N)
+    words = tl.load(words_ptrs + j // 32, mask=mask_m, other=0)[:, None]
+    if BLOCK_N == 64:
+        high = tl.load(words_ptrs + j // 32 + 1, mask=mask_m & (j + 32 < T), other=0)[:, None]
+        words = tl.where(offs_n[None, :] < 32, words, high)
+    return (words >> (offs_n % 32)[None, :] & 1) != 0
+
+
+@triton.jit
+def _softmax_step(s, m_i, l_i):
+    """Weights of one tile of scores, the factor of all tiles before it, and the new running maximum and sum."""
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    # a row that has seen nothing keeps m = -inf, and -inf - -inf would be NaN
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m_i - m_safe)
+    p = tl.exp2(s - m_safe[:, None])
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
 def _merge_splits(
     partial_ptr, lse_ptr, num_splits, mask_m, mask_d, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -161,21 +183,10 @@ def _tree_attention_kernel(
         if WINDOW:
             s = tl.where((slots[None, :] >= oldest[:, None]) | (j >= 0), s, float("-inf"))
         if j >= 0:
-            # a word per 32 columns and row; the mask of words past the last one is in mask_n
-            words = tl.load(words_ptrs + j // 32, mask=mask_m, other=0)[:, None]
-            if BLOCK_N == 64:
-                high = tl.load(words_ptrs + j // 32 + 1, mask=mask_m & (j + 32 < T), other=0)[:, None]
-                words = tl.where(offs_n[None, :] < 32, words, high)
-            s = tl.where((words >> (offs_n % 32)[None, :] & 1) != 0, s, float("-inf"))
+            s = tl.where(_ancestor_bits(words_ptrs, j, T, mask_m, BLOCK_N), s, float("-inf"))
 
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        # a row that has seen nothing keeps m = -inf, and -inf - -inf would be NaN
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m_i - m_safe)
-        p = tl.exp2(s - m_safe[:, None])
-        l_i = l_i * alpha + tl.sum(p, 1)
+        p, alpha, m_i, l_i = _softmax_step(s, m_i, l_i)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        m_i = m_new
 
     l_i = tl.where(l_i == 0.0, 1.0, l_i)  # zeros for a row that has seen nothing
     acc /= l_i[:, None]
@@ -342,7 +353,7 @@ def _check(
         )
     shared_or_batch = 1 if ancestors.shape[0] == 1 else batch
     check_tensor(
-        "ancestors", ancestors, shape=(shared_or_batch, num_nodes, triton.cdiv(tree_size, 32)), dtype=torch.int32,
+        "ancestors", ancestors, shape=(shared_or_batch, num_nodes, (tree_size + 31) // 32), dtype=torch.int32,
         device=q.device,
     )  # fmt: skip
     if window is None:
