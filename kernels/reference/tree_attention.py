@@ -44,7 +44,7 @@ def tree_attention(
     """
     batch, num_nodes, num_heads, _ = q.shape
     num_tree_nodes = num_nodes if num_tree_nodes is None else num_tree_nodes
-    dtype = torch.float64 if upcast else q.dtype
+    q, k_cache, v_cache = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)  # [B, heads, ..., D]
 
     # plain decoding, one node that sees itself and the whole prefix, needs no mask
     masked = num_tree_nodes > 1 or window is not None
@@ -56,20 +56,20 @@ def tree_attention(
         mask = None
         if masked:
             prefix_mask = tree_mask.new_ones(num_nodes, length - first)
-            if window is not None:
+            if window is not None and depth is not None:
                 age = length + depth.expand(batch, -1)[b, :, None] - torch.arange(first, length, device=q.device)
                 prefix_mask = age < window
             mask = torch.cat([prefix_mask, tree_mask[b]], dim=1)  # [N, s]
-        slots = slice(first, length + num_tree_nodes)
-        row = scaled_dot_product_attention(
-            q[b : b + 1].transpose(1, 2).to(dtype),  # [1, HQ, N, D]
-            k_cache[b : b + 1, slots].transpose(1, 2).to(dtype),  # [1, HK, s, D]
-            v_cache[b : b + 1, slots].transpose(1, 2).to(dtype),
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=num_heads != k_cache.shape[2],
+        num_slots = length + num_tree_nodes - first
+        # on a CPU a view costs a tenth of the attention of a small model: none is made for a batch of one
+        row = [x if batch == 1 else x.narrow(0, b, 1) for x in (q, k_cache, v_cache)]
+        inputs = [row[0], row[1].narrow(2, first, num_slots), row[2].narrow(2, first, num_slots)]
+        if upcast:
+            inputs = [x.double() for x in inputs]
+        attended = scaled_dot_product_attention(
+            *inputs, attn_mask=mask, scale=scale, enable_gqa=num_heads != k_cache.shape[1]
         )
-        rows.append(row.transpose(1, 2).to(q.dtype))
+        rows.append(attended.transpose(1, 2).to(q.dtype))
     return rows[0] if batch == 1 else torch.cat(rows)
 
 
