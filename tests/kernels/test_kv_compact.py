@@ -1,7 +1,5 @@
 """kernels.kv_compact against copying into a fresh tensor, on hand-written and random trees."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,24 +9,6 @@ from specdec.kernels.kv_compact import _launch_config, kv_compact
 from specdec.kernels.reference.kv_compact import kv_compact as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture
-def reversed_programs(monkeypatch):
-    """Run the programs of every launch from the last to the first; returns the indices, as they ran."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("only the interpreter lets a test choose the order of the programs")
-    from triton.runtime.interpreter import interpreter_builder
-
-    indices = []
-    set_grid_idx = interpreter_builder.set_grid_idx
-
-    def set_reversed_grid_idx(*index):
-        indices.append(tuple(size - 1 - i for size, i in zip(interpreter_builder.grid_dim, index, strict=True)))
-        set_grid_idx(*indices[-1])
-
-    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_reversed_grid_idx)
-    return indices
 
 
 def int32(values):

@@ -1,7 +1,6 @@
 """kernels.tree_attention against its float64 reference, and the reference against attention written out by hand."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -12,24 +11,6 @@ from specdec.kernels.tree_attention import _launch_config, _num_splits, tree_att
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture
-def reversed_programs(monkeypatch):
-    """Run the programs of every launch from the last to the first; returns how many ran."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("only the interpreter lets a test choose the order of the programs")
-    from triton.runtime.interpreter import interpreter_builder
-
-    indices = []
-    set_grid_idx = interpreter_builder.set_grid_idx
-
-    def set_reversed_grid_idx(*index):
-        indices.append(tuple(size - 1 - i for size, i in zip(interpreter_builder.grid_dim, index, strict=True)))
-        set_grid_idx(*indices[-1])
-
-    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_reversed_grid_idx)
-    return indices
 
 
 def pack_bits(bits):

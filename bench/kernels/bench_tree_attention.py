@@ -1,0 +1,119 @@
+"""tree_attention: time of one layer against PyTorch's attention with a mask.
+
+Question: does a tree of 64 nodes read the cache at the speed of plain decoding, and what does the split of the keys
+gain over an attention with one program per head?
+
+    pytest bench/kernels/bench_tree_attention.py --benchmark-only
+
+"sdpa" is PyTorch's best chance: the rows of a group are packed, so that no key is copied or read twice, and its mask
+is built once, outside the timed call, as a step would build it once for all layers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
+
+from specdec.bench import cost, shapes
+from specdec.bench.harness import BenchOp, Call, Provider
+from specdec.bench.shapes import StepShape
+from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
+from specdec.kernels.tree_attention import tree_attention
+
+SLOT_ALIGNMENT = 16  # PyTorch's fused kernels take masks of aligned rows only
+
+
+def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
+    """A full prefix of random keys and values, one tree for all requests, and the mask of the "sdpa" provider."""
+    model, device, num_nodes = shape.model, generator.device, shape.tree.num_nodes
+    randn = functools.partial(torch.randn, generator=generator, device=device, dtype=shape.dtype)
+    capacity = -(shape.context + num_nodes) // SLOT_ALIGNMENT * -SLOT_ALIGNMENT
+    caches = randn(2, shape.batch, capacity, model.num_kv_heads, model.head_dim)
+    words = shape.tree.ancestors(device)
+
+    mask = torch.zeros(num_nodes, capacity, dtype=torch.bool, device=device)
+    mask[:, : shape.context] = True
+    bits = (words[0, :, :, None] >> torch.arange(32, device=device) & 1).flatten(1)
+    mask[:, shape.context : shape.context + num_nodes] = bits[:, :num_nodes].bool()
+    return Call(
+        args=(
+            randn(shape.batch, num_nodes, model.num_heads, model.head_dim),
+            caches[0],
+            caches[1],
+            torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device),
+            words,
+        ),
+        kwargs={
+            "scale": model.head_dim**-0.5,
+            "mask": mask.repeat_interleave(model.num_heads // model.num_kv_heads, 0)[None, None],
+        },
+    )
+
+
+def without_mask(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The op itself, which has no dense mask."""
+
+    def call(*args: Any, mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG001 - for "sdpa" only
+        return function(*args, **kwargs)
+
+    return call
+
+
+def sdpa(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,  # noqa: ARG001 - in the mask
+    ancestors: torch.Tensor,  # noqa: ARG001 - in the mask
+    *,
+    scale: float,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """PyTorch's fused attention over the whole cache with a dense mask [1, 1, N * G, S]."""
+    batch, num_nodes, _, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    rows = q.view(batch, num_nodes, kv_heads, -1, head_dim).transpose(1, 2).reshape(batch, kv_heads, -1, head_dim)
+    out = F.scaled_dot_product_attention(
+        rows, k_cache.transpose(1, 2), v_cache.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    return out.view(batch, kv_heads, num_nodes, -1, head_dim).transpose(1, 2).reshape(q.shape)
+
+
+def attention_cost(shape: StepShape) -> cost.Cost:
+    """Cost at a shape."""
+    return cost.tree_attention(
+        batch=shape.batch,
+        num_nodes=shape.tree.num_nodes,
+        num_heads=shape.model.num_heads,
+        num_kv_heads=shape.model.num_kv_heads,
+        head_dim=shape.model.head_dim,
+        context=shape.context,
+        element_bytes=shape.dtype.itemsize,
+    )
+
+
+OP = BenchOp(
+    name="tree_attention",
+    make=make_inputs,
+    definition=without_mask(tree_attention_reference),
+    providers={
+        # reads the lengths on the host
+        "reference": Provider(
+            without_mask(functools.partial(tree_attention_reference, upcast=False)), capturable=False
+        ),
+        "sdpa": Provider(sdpa),
+        "triton": Provider(without_mask(functools.partial(tree_attention, backend="triton")), needs_gpu=True),
+    },
+    cost=attention_cost,
+)
+SHAPES = shapes.step_shapes(batches=[1, 8], trees=shapes.TREES[:3])
+
+
+@pytest.mark.parametrize("provider", OP.providers)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def bench_tree_attention(benchmark: Any, provider: str, shape: StepShape) -> None:
+    """Time one provider at one shape."""
+    OP.run(benchmark, provider, shape)

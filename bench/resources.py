@@ -1,0 +1,236 @@
+"""What every kernel compiles to at the shapes that matter, compared with a committed table; needs no GPU.
+
+    python -m specdec.bench.resources            # compile for all architectures and compare
+    python -m specdec.bench.resources --update   # write the tables, bench/resources/<architecture>.json
+
+A kernel fails if it spills registers or exceeds the shared memory of an architecture. Against the table it fails if it
+takes many more registers, uses other tensor-core instructions or loses asynchronous copies. The numbers depend on
+Triton, which brings its own assembler: with another version than the table's only spills and limits are checked.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from specdec.bench.compile_only import CompiledKernel, compile_launches
+from specdec.bench.shapes import LLAMA_2_7B, LLAMA_3_8B, TINY, VICUNA_13B, ModelShape, TreeSize
+from specdec.kernels import accept_greedy, add_rms_norm, kv_compact, rms_norm, tree_attention, tree_expand
+
+__all__ = ["ARCHITECTURES", "Architecture", "cases", "compare", "compile_cases", "main", "read_table"]
+
+REGISTER_TOLERANCE = 16
+"""Registers per thread that a kernel may gain before it counts as a regression."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A GPU to compile for.
+
+    Attributes:
+        capability: compute capability times ten.
+        shared_bytes: shared memory that one program may use.
+    """
+
+    capability: int
+    shared_bytes: int
+
+
+ARCHITECTURES = {"sm_80": Architecture(80, 163 * 1024), "sm_90a": Architecture(90, 227 * 1024)}
+
+_PLAIN = TreeSize(1, 0)
+_NARROW = TreeSize(32, 4)
+_WIDE = TreeSize(64, 5)
+_LARGEST = TreeSize(512, 8)
+_CAPACITY = 4096
+
+Launch = Callable[[], Any]
+
+
+def cases() -> dict[str, Launch]:
+    """Launches to compile, by name; each runs its op once on meta tensors."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    head_dim_80 = replace(LLAMA_2_7B, name="head-dim-80", head_dim=80)
+    head_dim_256 = replace(LLAMA_2_7B, name="head-dim-256", num_heads=16, num_kv_heads=16, head_dim=256)
+    attention = [
+        (LLAMA_2_7B, _PLAIN, bf16),
+        (LLAMA_2_7B, _NARROW, bf16),
+        (LLAMA_2_7B, _WIDE, bf16),
+        (LLAMA_2_7B, _WIDE, fp16),
+        (LLAMA_3_8B, _PLAIN, bf16),
+        (LLAMA_3_8B, _WIDE, bf16),
+        (VICUNA_13B, _WIDE, bf16),
+        (TINY, _PLAIN, fp32),
+        (TINY, _WIDE, fp16),
+        (head_dim_80, _WIDE, bf16),
+        (head_dim_256, _WIDE, bf16),
+        (head_dim_256, _WIDE, fp32),
+    ]
+    found: dict[str, Launch] = {}
+    for model, tree, dtype in attention:
+        found[_name("tree_attention", model, tree, dtype)] = _tree_attention(model, tree, dtype)
+    mistral = replace(LLAMA_3_8B, name="Mistral-7B-window")
+    found[_name("tree_attention", mistral, _WIDE, bf16)] = _tree_attention(mistral, _WIDE, bf16, window=4096)
+    for model, dtype in [(LLAMA_2_7B, bf16), (LLAMA_3_8B, bf16), (VICUNA_13B, bf16), (TINY, fp32)]:
+        found[_name("kv_compact", model, _WIDE, dtype)] = _kv_compact(model, _WIDE, dtype)
+        found[_name("rms_norm", model, None, dtype)] = _rms_norm(model, dtype)
+        found[_name("add_rms_norm", model, None, dtype)] = _add_rms_norm(model, dtype)
+    for tree in [_PLAIN, _WIDE, _LARGEST]:
+        found[_name("tree_expand", None, tree, torch.int64)] = _tree_expand(tree)
+        found[_name("accept_greedy", None, tree, torch.int32)] = _accept_greedy(tree)
+    return dict(sorted(found.items()))
+
+
+def _name(op: str, model: ModelShape | None, tree: TreeSize | None, dtype: torch.dtype) -> str:
+    parts = [op, model and model.name, tree and f"n{tree.num_nodes}", str(dtype).removeprefix("torch.")]
+    return "/".join(part for part in parts if part)
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def _tree_attention(model: ModelShape, tree: TreeSize, dtype: torch.dtype, window: int | None = None) -> Launch:
+    num_nodes = tree.num_nodes
+    q = torch.empty(1, num_nodes, model.num_heads, model.head_dim, dtype=dtype, device="meta")
+    cache = torch.empty(2, 2, 1, _CAPACITY, model.num_kv_heads, model.head_dim, dtype=dtype, device="meta")
+    words = _int32(1, num_nodes, triton.cdiv(num_nodes, 32))
+    depth = _int32(1, num_nodes) if window else None
+    return functools.partial(
+        tree_attention, q, cache[1, 0], cache[1, 1], _int32(1), words,
+        scale=model.head_dim**-0.5, depth=depth, window=window, backend="triton",
+    )  # fmt: skip
+
+
+def _kv_compact(model: ModelShape, tree: TreeSize, dtype: torch.dtype) -> Launch:
+    shape = (model.num_layers, 2, 1, _CAPACITY, model.num_kv_heads, model.head_dim)
+    cache = torch.empty(shape, dtype=dtype, device="meta")
+    return functools.partial(kv_compact, cache, _int32(1), _int32(1, tree.max_depth + 1), _int32(1), backend="triton")
+
+
+def _rms_norm(model: ModelShape, dtype: torch.dtype) -> Launch:
+    x = torch.empty(64, model.hidden_size, dtype=dtype, device="meta")
+    return functools.partial(rms_norm, x, x[0], eps=1e-5, backend="triton")
+
+
+def _add_rms_norm(model: ModelShape, dtype: torch.dtype) -> Launch:
+    x = torch.empty(64, model.hidden_size, dtype=dtype, device="meta")
+    return functools.partial(add_rms_norm, x, x, x[0], eps=1e-5, backend="triton")
+
+
+def _tree_expand(tree: TreeSize) -> Launch:
+    candidates = torch.empty(1, 4, 10, dtype=torch.int64, device="meta")
+    per_node = [_int32(tree.num_nodes) for _ in range(3)]
+    return functools.partial(tree_expand, candidates, _int32(1), _int32(1), *per_node, backend="triton")
+
+
+def _accept_greedy(tree: TreeSize) -> Launch:
+    per_node = [_int32(1, tree.num_nodes) for _ in range(3)]
+    return functools.partial(
+        accept_greedy, *per_node, max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton"
+    )
+
+
+def compile_cases(architecture: Architecture, launches: Mapping[str, Launch]) -> dict[str, CompiledKernel]:
+    """Compile every kernel of every launch, by the names of the launch and the kernel."""
+    return {
+        f"{name} {kernel.name}": kernel
+        for name, launch in launches.items()
+        for kernel in compile_launches(launch, architecture.capability)
+    }
+
+
+def read_table(name: str) -> tuple[str, dict[str, CompiledKernel]]:
+    """Read the committed table of an architecture.
+
+    Returns:
+        The Triton version it was made with, and the kernels by the names of the launch and the kernel.
+    """
+    table = json.loads(_table_path(name).read_text(encoding="utf-8"))
+    return table["triton"], {case: CompiledKernel(**entry) for case, entry in table["kernels"].items()}
+
+
+def _table_path(name: str) -> Path:
+    return Path(__file__).parent / "resources" / f"{name}.json"
+
+
+def _write_table(name: str, kernels: Mapping[str, CompiledKernel]) -> None:
+    table = {"triton": triton.__version__, "kernels": {case: asdict(kernel) for case, kernel in kernels.items()}}
+    _table_path(name).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+def compare(
+    kernels: Mapping[str, CompiledKernel], architecture: Architecture, committed: Mapping[str, CompiledKernel] | None
+) -> list[str]:
+    """Find what is wrong with compiled kernels.
+
+    Args:
+        kernels: what was compiled.
+        architecture: what it was compiled for.
+        committed: the table to compare with, or None to check spills and limits only.
+
+    Returns:
+        One line per problem.
+    """
+    problems = []
+    for case, kernel in kernels.items():
+        if kernel.stack_bytes:
+            problems.append(f"{case}: spills registers, {kernel.stack_bytes} bytes of stack per thread")
+        if kernel.shared_bytes > architecture.shared_bytes:
+            problems.append(f"{case}: {kernel.shared_bytes} bytes of shared memory, limit {architecture.shared_bytes}")
+    if committed is None:
+        return problems
+    for case in sorted(kernels.keys() ^ committed.keys()):
+        problems.append(f"{case}: {'not in the table' if case in kernels else 'in the table only'}; run with --update")
+    for case in kernels.keys() & committed.keys():
+        now, before = kernels[case], committed[case]
+        if now.registers > before.registers + REGISTER_TOLERANCE:
+            problems.append(f"{case}: {now.registers} registers, {before.registers} in the table")
+        if (now.num_hmma > 0, now.num_hgmma > 0) != (before.num_hmma > 0, before.num_hgmma > 0):
+            problems.append(
+                f"{case}: {now.num_hmma} mma and {now.num_hgmma} wgmma instructions, "
+                f"{before.num_hmma} and {before.num_hgmma} in the table"
+            )
+        if now.num_async_copies < before.num_async_copies:
+            problems.append(f"{case}: {now.num_async_copies} async copies, {before.num_async_copies} in the table")
+    return problems
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile, then compare or write the tables; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m specdec.bench.resources", description=__doc__.split("\n")[0])
+    parser.add_argument("--update", action="store_true", help="write the tables instead of comparing with them")
+    update = parser.parse_args(argv).update
+
+    problems = []
+    launches = cases()
+    for name, architecture in ARCHITECTURES.items():
+        kernels = compile_cases(architecture, launches)
+        for case, kernel in kernels.items():
+            print(
+                f"{name}  {case}: {kernel.registers} registers, {kernel.shared_bytes} bytes shared, "
+                f"{kernel.num_hmma} mma, {kernel.num_hgmma} wgmma, {kernel.num_async_copies} async copies"
+            )
+        committed = None
+        if update:
+            _write_table(name, kernels)
+        else:
+            version, committed = read_table(name)
+            if version != triton.__version__:
+                print(f"{name}: spills and limits only, the table is of Triton {version}, not {triton.__version__}")
+                committed = None
+        problems += [f"{name}  {problem}" for problem in compare(kernels, architecture, committed)]
+    for problem in problems:
+        print(f"FAILED  {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
