@@ -97,8 +97,9 @@ class Target:
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.hidden_size: int = model.get_output_embeddings().weight.shape[1]
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        head = model.get_output_embeddings()  # may be quantized: its features tell more than its weight
+        self.hidden_size: int = head.in_features
+        self.vocab_size: int = head.out_features
         self.max_positions: int = config.max_position_embeddings
         self.sliding_window: int | None = _sliding_window(config)
         bad_taps = [layer for layer in self.tap_layers if not 0 <= layer < self.num_layers]

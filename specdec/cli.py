@@ -107,12 +107,6 @@ def _generate(options: argparse.Namespace) -> int:
     if prompt.numel() == 0:
         raise ValueError("--prompt: expected at least one token, got an empty text")
     target = Target(AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval())
-    room = target.max_positions - prompt.numel()
-    if options.max_new_tokens > room:
-        raise ValueError(
-            f"--max-new-tokens: expected at most {max(room, 0)} after a prompt of {prompt.numel()} tokens "
-            f"(the model's context is {target.max_positions}), got {options.max_new_tokens}"
-        )
     stops = target.model.generation_config.eos_token_id
     stop_tokens = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
     decoder = Decoder(target, load_drafter(drafter, target, tree=_tree(options.tree)))

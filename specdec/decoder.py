@@ -130,8 +130,10 @@ class Decoder:
                 (the first of them); costs a synchronisation per step.
 
         Raises:
+            ValueError: an empty prompt, or more tokens than fit into the model's context.
             NonFiniteLogitsError: the target's logits are NaN; the message says at which step.
         """
+        self.check_prompts(prompts, max_new_tokens)
         prompt = self._pad(prompts, max_new_tokens)
         stops = torch.tensor(stop_tokens, dtype=torch.int32, device=self.target.device) if stop_tokens else None
         timer = PhaseTimer(self.target.device)
@@ -178,6 +180,19 @@ class Decoder:
             state.root = verdict.next_root
             state.emit(verdict.emitted, verdict.num_emitted, stop_tokens)
         return verdict, tree
+
+    def check_prompts(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
+        """Raise ValueError for prompts that `decode` would refuse."""
+        lengths = [int(row.shape[0]) if row.ndim == 1 else 0 for row in prompts]
+        if min(lengths, default=0) < 1:
+            shapes = [list(row.shape) for row in prompts]
+            raise ValueError(f"prompts: expected 1-D tensors of at least one token, got shapes {shapes}")
+        room = self.target.max_positions - max(lengths)
+        if not 1 <= max_new_tokens <= room:
+            raise ValueError(
+                f"max_new_tokens: expected 1 to {max(room, 0)} after a prompt of {max(lengths)} tokens "
+                f"(the model's context is {self.target.max_positions}), got {max_new_tokens}"
+            )
 
     def _pad(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:
         """Right-pad the prompts onto the target's device."""

@@ -96,11 +96,12 @@ def generate(
     target = model if isinstance(model, Target) else Target(model)
     config = _merge(target, generation_config, return_dict_in_generate, generation_kwargs)
     rows, input_ids = _prompts(input_ids, attention_mask, target, config)
-    settings = _settings(target, config, width=input_ids.shape[1], longest=max(len(row) for row in rows))
+    settings = _settings(config, input_ids.shape[1])
     if streamer is not None and len(rows) > 1:
         raise ValueError(f"streamer: expected one prompt, as streamers print one text, got {len(rows)}")
     decoder = Decoder(target, load_drafter(drafter, target, tree=tree))
 
+    decoder.check_prompts(rows, settings.max_new_tokens)
     if streamer is not None:
         streamer.put(input_ids.cpu())
     result = decoder.decode(
@@ -180,8 +181,8 @@ def _merge(
     return config
 
 
-def _settings(target: Target, config: GenerationConfig, *, width: int, longest: int) -> _Settings:
-    """What the merged settings mean for prompts of padded length `width`, the longest of `longest` tokens."""
+def _settings(config: GenerationConfig, width: int) -> _Settings:
+    """What the merged settings mean for prompts of padded length `width`."""
     max_new = config.max_new_tokens
     if max_new is None:
         max_length = config.max_length if config.max_length is not None else _DEFAULT_MAX_LENGTH
@@ -192,11 +193,6 @@ def _settings(target: Target, config: GenerationConfig, *, width: int, longest: 
             )
     if not isinstance(max_new, int) or max_new < 1:
         raise ValueError(f"max_new_tokens: expected an int of at least 1, got {max_new!r}")
-    if longest + max_new > target.max_positions:
-        raise ValueError(
-            f"max_new_tokens: expected at most {target.max_positions - longest} after a prompt of {longest} tokens "
-            f"(the model's context is {target.max_positions}), got {max_new}"
-        )
     stop_tokens = tuple(_ints(config.eos_token_id))
     pad = config.pad_token_id
     if pad is None:  # as transformers: the first end-of-sequence token; 0 when rows cannot end early

@@ -120,7 +120,7 @@ def test_generate_as_json_and_as_text(capsys):
             "tree: expected a depth of at most 4",
         ),
         (["--model", "tiny", "--prompt", "x", "--drafter", "draft_model", "--tree", "no/such"], "no/such"),
-        (["--model", "tiny", "--prompt", "x", "--max-new-tokens", "5000"], "--max-new-tokens: expected at most"),
+        (["--model", "tiny", "--prompt", "x", "--max-new-tokens", "5000"], "max_new_tokens: expected 1 to"),
         (["--model", "tiny", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
         (["--model", "tiny", "--prompt", "x", "--drafter", "./nowhere"], "drafter: expected a kind"),
     ],

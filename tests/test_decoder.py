@@ -128,6 +128,15 @@ def test_nan_logits_are_an_error_that_names_the_step(generator, first_call, wher
     assert len(Decoder(model).decode(random_prompts(generator, [5]), 10).tokens[0]) == 10
 
 
+def test_prompts_that_cannot_be_decoded_are_refused(plain):
+    with pytest.raises(ValueError, match=r"prompts: expected 1-D tensors of at least one token, got shapes \[\]"):
+        plain.decode([], 4)
+    with pytest.raises(ValueError, match=r"got shapes \[\[0\]\]"):
+        plain.decode([torch.zeros(0, dtype=torch.int64)], 4)
+    with pytest.raises(ValueError, match=r"max_new_tokens: expected 1 to 252 after a prompt of 4 tokens .*, got 300"):
+        plain.decode([torch.ones(4, dtype=torch.int64)], 300)
+
+
 def test_a_tree_as_deep_as_the_sliding_window_is_refused():
     with pytest.raises(ValueError, match="tree: expected a depth below the target's sliding window of 12, got 12"):
         Decoder(build_model("mistral_window"), PromptLookup(num_draft_tokens=12))

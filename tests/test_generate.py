@@ -236,7 +236,7 @@ BAD_CALLS = {
     "too long": (
         {"max_new_tokens": 254},
         ValueError,
-        r"max_new_tokens: expected at most 253 after a prompt of 3 tokens .*context is 256.*, got 254",
+        r"max_new_tokens: expected 1 to 253 after a prompt of 3 tokens .*context is 256.*, got 254",
     ),
     "zero tokens": ({"max_new_tokens": 0}, ValueError, r"max_new_tokens: expected an int of at least 1, got 0"),
     "prompt beyond max_length": (

@@ -158,6 +158,36 @@ def test_nested_hooks_restore_the_outer_state_last():
     assert snapshot(model) == before
 
 
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is stored as int8 and a scale per row, as quantizing libraries put in."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = nn.Parameter(linear.weight.detach().abs().amax(1, keepdim=True) / 127)
+        self.register_buffer("packed", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.packed.to(x.dtype) * self.scale)
+
+
+def test_quantized_linears_are_used_as_they_are(generator):
+    model = build_model("llama")
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Int8Linear(child))
+    target = Target(model)
+    (prompt,) = random_prompts(generator, [9])
+    with torch.no_grad():
+        expected = full_forward(model, prompt)[-1]
+        with target.hooked():
+            lengths = torch.tensor([9], dtype=torch.int32)
+            logits = target.prefill(prompt[None], lengths, target.new_cache(1, 12)).logits[0]
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+    assert all(isinstance(layer.self_attn.q_proj, Int8Linear) for layer in model.model.layers)
+
+
 def test_a_hooked_model_refuses_foreign_calls():
     model = build_model("llama")
     with Target(model).hooked(), pytest.raises(RuntimeError, match="hooked by specdec"):
