@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 
 from specdec.kernels.launch import Backend
+from specdec.kernels.reference.tree_attention import VisibleSlots, attend_to, visible_slots
 from specdec.kernels.tree_attention import tree_attention
 
 __all__ = ["PromptPass", "TreePass"]
@@ -37,20 +38,20 @@ class PromptPass:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
     ) -> torch.Tensor:
-        """Causal attention of `query [B, T, HQ, D]` to the first slots of `keys`, `values [B, S, HK, D]`."""
+        """Causal attention of `query [B, HQ, T, D]` to the first of `[B, HK, S, D]` slots; returns [B, T, HQ, D]."""
         end = self.start + self.num_tokens
         mask = None
         if self.start > 0 or (window is not None and window < end):
             distance = self.slots[0][:, None] - torch.arange(end, device=self.device)
             mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         attended = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            keys[:, :end].transpose(1, 2),
-            values[:, :end].transpose(1, 2),
+            query,
+            keys[:, :, :end],
+            values[:, :, :end],
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
-            enable_gqa=keys.shape[2] != query.shape[2],
+            enable_gqa=keys.shape[1] != query.shape[1],
         )
         return attended.transpose(1, 2)
 
@@ -64,11 +65,12 @@ class TreePass:
     ancestors: torch.Tensor  # [B or 1, N, W] int32 words
     first_node: int
     num_nodes: int
-    backend: Backend | None
+    backend: Backend
     slots: torch.Tensor = field(init=False)
     """[B, N] int64, cache slot of each node."""
     positions: torch.Tensor = field(init=False)
     """[B, N] int64, position of each node, counted from 0."""
+    _visible: dict[int | None, list[VisibleSlots]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         base = self.lengths.long()[:, None]
@@ -79,15 +81,21 @@ class TreePass:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
     ) -> torch.Tensor:
-        """Attention of the nodes, `query [B, N, HQ, D]`, to the prefix and to their ancestors in the tree."""
+        """Attention of the nodes, `[B, HQ, N, D]`, to the prefix and to their ancestors; returns [B, N, HQ, D]."""
+        num_tree_nodes = self.first_node + self.num_nodes
+        if self.backend == "reference":
+            # who sees whom is the same in all layers of one window: found once per pass, not once per layer
+            if window not in self._visible:
+                self._visible[window] = visible_slots(self.lengths, self.ancestors, num_tree_nodes, self.depth, window)
+            return attend_to(query, keys, values, self._visible[window], scale=scale, upcast=False)
         return tree_attention(
-            query,
-            keys,
-            values,
+            query.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
             self.lengths,
             self.ancestors,
             scale=scale,
-            num_tree_nodes=self.first_node + self.num_nodes,
+            num_tree_nodes=num_tree_nodes,
             depth=None if window is None else self.depth,
             window=window,
             backend=self.backend,

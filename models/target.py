@@ -319,12 +319,7 @@ def _attention(
     if unsupported:
         raise NotImplementedError(f"attention with {', '.join(unsupported)} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return (
-        specdec_pass.attend(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=float(scale), window=sliding_window
-        ),
-        None,
-    )
+    return specdec_pass.attend(query, key, value, scale=float(scale), window=sliding_window), None
 
 
 def _check_model(model: Any) -> None:
