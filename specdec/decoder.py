@@ -59,7 +59,8 @@ class DecodeState:
 
     def note_nan(self, logits: torch.Tensor, step: int) -> None:
         """Remember the first step whose logits hold NaN."""
-        is_new = torch.isnan(logits.amax(-1)).any() & (self.first_nan_step < 0)  # amax propagates NaN
+        # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
+        is_new = torch.isnan(logits.sum(dtype=torch.float32)) & (self.first_nan_step < 0)
         self.first_nan_step.masked_fill_(is_new, step)
 
 

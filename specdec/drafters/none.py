@@ -28,14 +28,13 @@ class NoDrafter(Drafter):
         self._template = TreeTemplate(self.shape, target.device)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
-        """Remember how many rows there are."""
-        batch_size = prompt.lengths.shape[0]
-        self._continuation = prompt.lengths.new_empty(batch_size, 0)
-        self._nothing = torch.zeros_like(prompt.lengths)
+        """Remember that no row is offered anything."""
+        self._reach = torch.zeros_like(prompt.lengths)
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:  # noqa: ARG002 - interface
         """The root alone."""
-        return self._template.expand_chain(self._continuation, self._nothing, root)
+        table = self._template
+        return DraftTree(root[:, None], table.parent, table.depth, table.ancestors, self._reach, max_depth=0)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Nothing to learn."""

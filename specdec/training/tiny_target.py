@@ -96,6 +96,7 @@ def train_tiny_target(output: Path, work_dir: Path, recipe: TinyTargetRecipe, co
         "num_parameters": float(sum(p.numel() for p in model.parameters())),
         "characters_per_token": sum(map(len, corpus.held_out)) / held_out.windows.numel(),
     }
+    model.config.use_cache = True  # the trainer turns it off
     with replace_folder(output) as folder:
         model.to(torch.float16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
