@@ -18,7 +18,7 @@ MAX_KERNEL_LINES = 80  # body
 ARGUED_SIZES: frozenset[str] = frozenset()
 
 # Code shared by kernels, with @triton.jit but without an op of its own.
-SHARED_KERNEL_CODE = frozenset({"primitives"})
+SHARED_KERNEL_CODE = frozenset({"primitives", "weight_first"})
 
 # Names that mean two things in the field (docs/glossary.md), and a decorator that needs a device.
 BANNED = re.compile(r"\b(accept_length|acc_len)\b|@triton\.autotune\b")

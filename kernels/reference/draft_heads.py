@@ -1,0 +1,57 @@
+"""Eager reference of kernels.draft_heads: the definition, and what CPU decoding runs."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+
+__all__ = ["draft_heads", "draft_heads_concat"]
+
+
+def draft_heads(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, upcast: bool = True) -> torch.Tensor:
+    """Residual block of every head: x + SiLU(x W_k^T + b_k).
+
+    Args:
+        x: [B, C], the same for all heads, or [K, B, C].
+        weight: [K, C, C].
+        bias: [K, C].
+        upcast: compute in float64 and round once; otherwise in the dtype of `x`.
+
+    Returns:
+        [K, B, C] in the dtype of `x`.
+    """
+    dtype = torch.float64 if upcast else x.dtype
+    state = x.to(dtype).expand(weight.shape[0], -1, -1)
+    gate = F.silu(torch.baddbmm(bias.to(dtype)[:, None], state, weight.to(dtype).mT))
+    return (state + gate).to(x.dtype)
+
+
+def draft_heads_concat(
+    parts: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    residual_weight: torch.Tensor | None = None,
+    residual_bias: torch.Tensor | None = None,
+    *,
+    upcast: bool = True,
+) -> torch.Tensor:
+    """Residual block on parts side by side: R cat(parts) + r + SiLU(W cat(parts) + b).
+
+    Args:
+        parts: P tensors [M, C].
+        weight: W, [C, P * C].
+        bias: b, [C].
+        residual_weight: R, [C, P * C]; None for the identity, with one part.
+        residual_bias: r, [C], or None.
+        upcast: compute in float64 and round once; otherwise in the dtype of the parts.
+
+    Returns:
+        [M, C] in the dtype of the parts.
+    """
+    x = torch.cat(list(parts), dim=-1)
+    dtype = torch.float64 if upcast else x.dtype
+    state = x.to(dtype)
+    gate = F.silu(F.linear(state, weight.to(dtype), bias.to(dtype)))
+    if residual_weight is not None:
+        state = F.linear(state, residual_weight.to(dtype), None if residual_bias is None else residual_bias.to(dtype))
+    return (state + gate).to(x.dtype)
