@@ -1,0 +1,87 @@
+"""rope_kv_write: time per layer for the rows of one step, against the eager chain of ops and torch.compile.
+
+Question: what does it cost beyond its launch, and what do the separate rotations and copies cost?
+
+    pytest bench/kernels/bench_rope_kv_write.py --benchmark-only
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.bench import cost, shapes
+from specdec.bench.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.shapes import StepShape
+from specdec.kernels.reference.rope_kv_write import rope_kv_write as rope_kv_write_reference
+from specdec.kernels.rope_kv_write import rope_kv_write
+
+
+def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
+    """The nodes of a tree behind `context` tokens: node n in slot context + n, at position context + depth."""
+    model, device = shape.model, generator.device
+    batch, num_nodes = shape.batch, shape.tree.num_nodes
+    capacity = shape.context + num_nodes
+    randn = functools.partial(torch.randn, generator=generator, device=device, dtype=shape.dtype)
+    fused = randn(batch, num_nodes, model.num_heads + 2 * model.num_kv_heads, model.head_dim)
+    q, k, v = fused.split([model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=2)
+    frequencies = 10000.0 ** (-torch.arange(0, model.head_dim, 2, device=device) / model.head_dim)
+    angles = torch.arange(capacity, device=device)[:, None] * frequencies
+    slots = shape.context + torch.arange(num_nodes, dtype=torch.int32, device=device)
+    cache = torch.zeros(2, batch, capacity, model.num_kv_heads, model.head_dim, dtype=shape.dtype, device=device)
+    positions = (shape.context + shape.tree.depth(device)).expand(batch, -1).contiguous()
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    return Call(args=(q, k, v, positions, table, slots.expand(batch, -1).contiguous(), cache[0], cache[1]))
+
+
+def rotate_then_copy(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_table: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache_: torch.Tensor,
+    v_cache_: torch.Tensor,
+) -> torch.Tensor:
+    """What a transformers model does: gather and round the table, rotate in full width, one indexed copy per cache."""
+    cos, sin = cos_sin_table[positions].to(q.dtype)[..., None, :].chunk(2, dim=-1)
+    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+    half = q.shape[-1] // 2
+    rotated = [x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin for x in (q, k)]
+    row = torch.arange(q.shape[0], device=q.device)[:, None]
+    k_cache_[row, slots] = rotated[1]
+    v_cache_[row, slots] = v
+    return rotated[0]
+
+
+OP = BenchOp(
+    name="rope_kv_write",
+    make=make_inputs,
+    definition=rope_kv_write_reference,
+    providers={
+        "reference": Provider(functools.partial(rope_kv_write_reference, upcast=False), capturable=False),
+        "rotate_then_copy": Provider(rotate_then_copy),
+        "compile": compiled(rotate_then_copy),
+        "triton": Provider(functools.partial(rope_kv_write, backend="triton"), needs_gpu=True),
+    },
+    cost=lambda shape: cost.rope_kv_write(
+        num_tokens=shape.batch * shape.tree.num_nodes,
+        num_heads=shape.model.num_heads,
+        num_kv_heads=shape.model.num_kv_heads,
+        head_dim=shape.model.head_dim,
+        element_bytes=shape.dtype.itemsize,
+    ),
+    outputs=lambda call, result: (result, call.args[6], call.args[7]),
+)
+SHAPES = shapes.step_shapes(
+    models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[:3], contexts=[2048]
+)
+
+
+@pytest.mark.parametrize("provider", OP.providers)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def bench_rope_kv_write(benchmark: Any, provider: str, shape: StepShape) -> None:
+    """Time one provider at one shape."""
+    OP.run(benchmark, provider, shape)

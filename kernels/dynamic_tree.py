@@ -1,0 +1,53 @@
+"""What the ops of a best-first draft tree return: the beam of one draft pass, and the tree that is kept at the end."""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Beam", "RerankedTree"]
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """The candidates of one level that the next draft pass expands, best first.
+
+    A place that no candidate fills (fewer than `width` are possible) has index -1, row 0, the token of the level's
+    first candidate and log-probability -inf: a drafter may run it, and whatever it proposes is never kept.
+
+    Attributes:
+        index: [B, width] int32, index of the candidate in the pool.
+        row: [B, width] int32, which list the candidate comes from: the entry of the previous beam that is its parent.
+        tokens: [B, width] int32.
+        logps: [B, width] float32, log-probability of the whole path, nats.
+        candidate_logps: [B, M, R] float32, the same for every candidate of the level: what the pool takes.
+    """
+
+    index: torch.Tensor
+    row: torch.Tensor
+    tokens: torch.Tensor
+    logps: torch.Tensor
+    candidate_logps: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RerankedTree:
+    """The nodes that were kept of a pool of candidates, by depth, then by their place in the pool; the root first.
+
+    A padding node (the pool had fewer candidates) has parent -1, depth 0 and the token of the root, and sees itself.
+
+    Attributes:
+        tokens: [B, N] int32.
+        parent: [B, N] int32, `parent[i] < i`; -1 for the root and for padding.
+        depth: [B, N] int32, 0 for the root.
+        ancestors: [B, N, ceil(N / 32)] int32, bit j % 32 of word j // 32: node j lies on the path from the root to this
+            node, which is part of it.
+        reach: [B] int32, depth of the deepest node.
+        index: [B, N] int32, index of the node in the pool; -1 for the root and for padding.
+    """
+
+    tokens: torch.Tensor
+    parent: torch.Tensor
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+    reach: torch.Tensor
+    index: torch.Tensor

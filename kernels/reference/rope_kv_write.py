@@ -1,0 +1,54 @@
+"""Eager reference of kernels.rope_kv_write: the definition, and what CPU decoding runs."""
+
+import torch
+
+__all__ = ["rope_kv_write"]
+
+
+def rope_kv_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_table: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache_: torch.Tensor,
+    v_cache_: torch.Tensor,
+    *,
+    upcast: bool = True,
+) -> torch.Tensor:
+    """Rotate queries and keys to their positions, and write keys and values to their slots of the cache.
+
+    Shapes, dtypes and meaning are those of `specdec.kernels.rope_kv_write.rope_kv_write`; arguments are not checked,
+    but an index error is raised for a position or slot out of range.
+
+    Args:
+        q: [B, N, HQ, D].
+        k: [B, N, HK, D].
+        v: [B, N, HK, D].
+        positions: [B, N] int32.
+        cos_sin_table: [P, D] float32.
+        slots: [B, N] int32.
+        k_cache_: [B, S, HK, D], changed in place.
+        v_cache_: [B, S, HK, D], changed in place.
+        upcast: compute in float64 and round once; otherwise with the roundings of transformers' LLaMA, which rounds the
+            table to the dtype of `q` and computes in that dtype.
+
+    Returns:
+        The rotated queries, [B, N, HQ, D].
+    """
+    dtype = torch.float64 if upcast else q.dtype
+    cos, sin = cos_sin_table[positions.long()].to(dtype)[..., None, :].chunk(2, dim=-1)  # [B, N, 1, D / 2]
+    rotated_k = _rotate(k.to(dtype), cos, sin).to(k.dtype)
+    written = slots >= 0
+    row = torch.arange(q.shape[0], device=q.device)[:, None].expand_as(slots)[written]
+    slot = slots[written].long()
+    k_cache_[row, slot] = rotated_k[written]
+    v_cache_[row, slot] = v[written]
+    return _rotate(q.to(dtype), cos, sin).to(q.dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (x[d], x[d + D / 2]) by its angle."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

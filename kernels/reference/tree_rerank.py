@@ -1,0 +1,137 @@
+"""Eager reference of kernels.tree_rerank: the definition, and what CPU decoding runs.
+
+Best-first search in plain Python: a heap of the candidates whose parent is in the tree, the best one first.
+"""
+
+import dataclasses
+import heapq
+import math
+
+import torch
+
+from specdec.kernels.dynamic_tree import Beam, RerankedTree
+
+__all__ = ["beam_step", "tree_rerank"]
+
+
+def beam_step(
+    tokens: torch.Tensor,
+    logps: torch.Tensor,
+    beam_logps: torch.Tensor,
+    *,
+    width: int,
+    first_index: int = 0,
+    logsumexp: torch.Tensor | None = None,
+) -> Beam:
+    """Choose the best children of a beam.
+
+    Shapes, dtypes and meaning are those of `specdec.kernels.tree_rerank.beam_step`; arguments are not checked.
+
+    Args:
+        tokens: [B, M, R] int32 or int64.
+        logps: [B, M, R] float32.
+        beam_logps: [B, M] float32.
+        width: children to choose.
+        first_index: index of the level's first candidate in the pool.
+        logsumexp: [B, M] float32 or None.
+
+    Returns:
+        The next beam, with B rows.
+    """
+    batch, _, num_ranks = tokens.shape
+    own = logps if logsumexp is None else logps - logsumexp[..., None]
+    totals = beam_logps.clamp(max=0)[..., None] + own.clamp(max=0)
+    totals = totals.masked_fill(totals.isnan(), -math.inf)
+
+    places = []  # (candidate, total) of every place, row by row
+    for row_totals in totals.flatten(1).tolist():
+        possible = [i for i, total in enumerate(row_totals) if total > -math.inf]
+        best = sorted(possible, key=lambda i: -row_totals[i])[:width]  # ties stay in order
+        places.append([(i, row_totals[i]) for i in best] + [(-1, -math.inf)] * (width - len(best)))
+    chosen = torch.tensor([[i for i, _ in row] for row in places], device=tokens.device).view(batch, width)
+    candidate = chosen.clamp(min=0)  # an empty place shows the first candidate
+    return Beam(
+        index=torch.where(chosen >= 0, chosen + first_index, -1).to(torch.int32),
+        row=(candidate // num_ranks).to(torch.int32),
+        tokens=tokens.flatten(1).gather(1, candidate.long()).to(torch.int32),
+        logps=totals.new_tensor([[total for _, total in row] for row in places]).view(batch, width),
+        candidate_logps=totals,
+    )
+
+
+def tree_rerank(
+    tokens: torch.Tensor,
+    logps: torch.Tensor,
+    parent: torch.Tensor,
+    root: torch.Tensor,
+    *,
+    num_nodes: int,
+    max_depth: int,
+) -> RerankedTree:
+    """Keep the best nodes of a pool of candidates, none without its parent.
+
+    Shapes, dtypes and meaning are those of `specdec.kernels.tree_rerank.tree_rerank`; arguments are not checked.
+
+    Args:
+        tokens: [B, M, R] int32 or int64.
+        logps: [B, M, R] float32.
+        parent: [B, M] int32.
+        root: [B] int32.
+        num_nodes: N.
+        max_depth: largest depth of a node.
+
+    Returns:
+        The tree, with B rows.
+    """
+    batch, num_ranks = tokens.shape[0], tokens.shape[2]
+    num_words = (num_nodes + 31) // 32
+    fields: dict[str, list[object]] = {field.name: [] for field in dataclasses.fields(RerankedTree)}
+    pools = zip(tokens.flatten(1).tolist(), logps.flatten(1).tolist(), parent.tolist(), root.tolist(), strict=True)
+    for pool_tokens, pool_logps, lists, root_token in pools:
+        chosen = sorted(_best_first(pool_logps, lists, num_ranks, num_nodes - 1, max_depth))
+        node_of = {-1: 0} | {i: node for node, (_, i) in enumerate(chosen, 1)}
+        num_padding = num_nodes - 1 - len(chosen)
+        parents = [-1] + [node_of[lists[i // num_ranks]] for _, i in chosen] + [-1] * num_padding
+        paths: list[int] = []  # bit j of a node's path: node j lies on it
+        for node, above in enumerate(parents):
+            paths.append(1 << node | (paths[above] if above >= 0 else 0))
+        fields["tokens"].append([root_token] + [pool_tokens[i] for _, i in chosen] + [root_token] * num_padding)
+        fields["parent"].append(parents)
+        fields["depth"].append([0] + [depth for depth, _ in chosen] + [0] * num_padding)
+        fields["ancestors"].append([[path >> 32 * w & 0xFFFFFFFF for w in range(num_words)] for path in paths])
+        fields["reach"].append(chosen[-1][0] if chosen else 0)  # the deepest comes last
+        fields["index"].append([-1] + [i for _, i in chosen] + [-1] * num_padding)
+
+    shapes = {"ancestors": (batch, num_nodes, num_words), "reach": (batch,)}
+    return RerankedTree(
+        **{
+            # through int64: bit 31 of a word is the sign of an int32
+            name: torch.tensor(rows, dtype=torch.int64).view(shapes.get(name, (batch, num_nodes))).to(root)
+            for name, rows in fields.items()
+        }
+    )
+
+
+def _best_first(
+    logps: list[float], parent: list[int], num_ranks: int, limit: int, max_depth: int
+) -> list[tuple[int, int]]:
+    """(depth, index in the pool) of the nodes that best-first search adds to the root; `limit` at most."""
+    children: dict[int, list[int]] = {}
+    for m, above in enumerate(parent):
+        children.setdefault(above, []).extend(range(m * num_ranks, (m + 1) * num_ranks))
+
+    heap: list[tuple[float, int, int]] = []  # (-log-probability, depth, index): of equal ones, the shallowest first
+
+    def reach(children_of: int, cost: float, depth: int) -> None:
+        for i in children.get(children_of, ()):
+            child_cost = max(-logps[i], cost)  # a child is never better than its parent
+            if depth <= max_depth and child_cost < math.inf and not math.isnan(logps[i]):
+                heapq.heappush(heap, (child_cost, depth, i))
+
+    reach(-1, 0.0, 1)
+    chosen: list[tuple[int, int]] = []
+    while heap and len(chosen) < limit:
+        cost, depth, i = heapq.heappop(heap)
+        chosen.append((depth, i))
+        reach(i, cost, depth + 1)
+    return chosen

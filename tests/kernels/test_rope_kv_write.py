@@ -1,0 +1,292 @@
+"""kernels.rope_kv_write against float64, against transformers' LLaMA and against what a rotation is."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import assert_close_to_reference
+
+from specdec.kernels.reference.rope_kv_write import rope_kv_write as reference
+from specdec.kernels.rope_kv_write import _launch_config, rope_kv_write
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAMES = ("q", "k", "v", "positions", "cos_sin_table", "slots", "k_cache_", "v_cache_")
+NUM_POSITIONS = 50
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def table_of(angles):
+    """[P, D / 2] angles as [P, D] cosines and sines."""
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float().to(DEVICE)
+
+
+def plain_table(head_dim):
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    return table_of(torch.arange(NUM_POSITIONS, dtype=torch.float64)[:, None] * frequencies)
+
+
+def random_call(
+    generator, *, batch=2, tokens=3, heads=4, kv_heads=2, head_dim=16, capacity=9, dtype=torch.float32, skip=0.0
+):
+    """Arguments by name; every token has a slot of its own, and the caches hold sentinels."""
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+    slots = torch.stack([torch.randperm(capacity, generator=generator)[:tokens] for _ in range(batch)])
+    slots[torch.rand(slots.shape, generator=generator) < skip] = -1
+    values = (
+        randn(batch, tokens, heads, head_dim),
+        randn(batch, tokens, kv_heads, head_dim),
+        randn(batch, tokens, kv_heads, head_dim),
+        torch.randint(0, NUM_POSITIONS, (batch, tokens), generator=generator, dtype=torch.int32).to(DEVICE),
+        plain_table(head_dim),
+        slots.to(torch.int32).to(DEVICE),
+        torch.full((batch, capacity, kv_heads, head_dim), 77.0, dtype=dtype, device=DEVICE),
+        torch.full((batch, capacity, kv_heads, head_dim), 78.0, dtype=dtype, device=DEVICE),
+    )
+    return dict(zip(NAMES, values, strict=True))
+
+
+def run(function, args, **kwargs):
+    """Rotated queries and both caches, without touching the caches of `args`."""
+    args = args | {name: args[name].clone() for name in ("k_cache_", "v_cache_")}
+    return function(**args, **kwargs), args["k_cache_"], args["v_cache_"]
+
+
+def assert_right(args):
+    q, k_cache, v_cache = run(rope_kv_write, args, backend="triton")
+    wide = args | {name: args[name].double() for name in ("q", "k", "v", "k_cache_", "v_cache_")}
+    expected, eager = run(reference, wide), run(reference, args, upcast=False)
+    scale = max(1.0, args["q"].abs().max().item(), args["k"].abs().max().item())
+    assert_close_to_reference(q, expected[0], eager[0], scale=scale)
+    assert_close_to_reference(k_cache, expected[1], eager[1], scale=scale)
+    assert torch.equal(v_cache, eager[2])
+    # what has no slot keeps its sentinel, bit by bit
+    written = torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=DEVICE)
+    for b, row in enumerate(args["slots"].tolist()):
+        written[b, [slot for slot in row if slot >= 0]] = True
+    assert (k_cache[~written] == 77.0).all()
+    assert (v_cache[~written] == 78.0).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_quarter_turn_written_by_hand(backend):
+    half_pi = torch.tensor([[0.0, 0.0], [torch.pi / 2, torch.pi]], dtype=torch.float64)
+    args = {
+        "q": torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]], device=DEVICE),
+        "k": torch.tensor([[[[5.0, 6.0, 7.0, 8.0]]]], device=DEVICE),
+        "v": torch.tensor([[[[9.0, 10.0, 11.0, 12.0]]]], device=DEVICE),
+        "positions": int32([[1]]),
+        "cos_sin_table": table_of(half_pi),
+        "slots": int32([[1]]),
+        "k_cache_": torch.zeros(1, 3, 1, 4, device=DEVICE),
+        "v_cache_": torch.zeros(1, 3, 1, 4, device=DEVICE),
+    }
+    q = rope_kv_write(**args, backend=backend)
+    # the pair (1, 3) turns by a quarter, (2, 4) by a half
+    torch.testing.assert_close(q.flatten().tolist(), [-3.0, -2.0, 1.0, -4.0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(args["k_cache_"][0, 1, 0].tolist(), [-7.0, -6.0, 5.0, -8.0], atol=1e-5, rtol=0)
+    assert args["v_cache_"][0, 1, 0].tolist() == [9.0, 10.0, 11.0, 12.0]
+    assert args["k_cache_"][0, [0, 2]].count_nonzero() == args["v_cache_"][0, [0, 2]].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 1, "tokens": 1, "heads": 1, "kv_heads": 1, "head_dim": 2},
+        {"tokens": 5, "heads": 3, "kv_heads": 3, "head_dim": 64},
+        {"tokens": 4, "heads": 10, "kv_heads": 5, "head_dim": 80},
+        {"batch": 1, "tokens": 2, "heads": 40, "kv_heads": 40, "head_dim": 96, "capacity": 3},
+        {"tokens": 3, "heads": 6, "kv_heads": 2, "head_dim": 128},
+        {"tokens": 2, "heads": 7, "kv_heads": 1, "head_dim": 256},
+        {"tokens": 2, "heads": 6, "kv_heads": 6, "head_dim": 6},
+    ],
+    ids=lambda sizes: f"{sizes['heads']}x{sizes['head_dim']}",
+)
+def test_matches_float64(generator, sizes, dtype):
+    assert_right(random_call(generator, **sizes, dtype=dtype))
+
+
+def llama_rope(head_dim, scaled):
+    """transformers' module for the frequencies, its function that applies them, and our table of it."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    if scaled:
+        rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    config = llama.LlamaConfig(
+        hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=NUM_POSITIONS,
+        rope_parameters=rope,
+    )  # fmt: skip
+    module = llama.LlamaRotaryEmbedding(config).to(DEVICE)
+    cos, sin = module(torch.zeros((), device=DEVICE), torch.arange(NUM_POSITIONS, device=DEVICE)[None])
+    half = head_dim // 2
+    return module, llama.apply_rotary_pos_emb, torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=1)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["default", "llama3"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_equals_the_rotary_positions_of_llama(generator, head_dim, scaled):
+    """Bit by bit where the kernel rounds as PyTorch does; compiled float32 may fuse a product with a sum."""
+    module, apply_rotary, table = llama_rope(head_dim, scaled)
+    for dtype in DTYPES:
+        args = random_call(generator, tokens=5, heads=6, kv_heads=3, head_dim=head_dim, dtype=dtype)
+        args["cos_sin_table"] = table
+        cos, sin = module(args["q"], args["positions"].long())
+        q, k = apply_rotary(args["q"].transpose(1, 2), args["k"].transpose(1, 2), cos, sin)
+        expected_q, expected_k = q.transpose(1, 2), k.transpose(1, 2)
+        inexact = torch.bfloat16 if DEVICE == "cpu" else torch.float32
+        for backend in ("reference", "triton"):
+            got_q, k_cache, _ = run(rope_kv_write, args, backend=backend)
+            got_k = torch.stack([k_cache[b, row.long()] for b, row in enumerate(args["slots"])])
+            if backend == "reference" or dtype != inexact:
+                assert torch.equal(got_q, expected_q)
+                assert torch.equal(got_k, expected_k)
+            else:  # two roundings of float32, or bfloat16 cut off by the interpreter, of numbers up to 5
+                atol = 2e-6 if dtype == torch.float32 else 0.1
+                torch.testing.assert_close((got_q, got_k), (expected_q, expected_k), atol=atol, rtol=0)
+
+
+def test_the_llama3_table_is_another_one():
+    assert not torch.equal(llama_rope(64, scaled=False)[2], llama_rope(64, scaled=True)[2])
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 20),
+)
+def test_any_shape_matches_float64(seed, batch, tokens, kv_heads, group, half):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"batch": batch, "tokens": tokens, "heads": group * kv_heads, "kv_heads": kv_heads, "head_dim": 2 * half}
+    assert_right(random_call(generator, **sizes, skip=0.3))
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 2**32), st.integers(0, 20), st.integers(0, 20), st.integers(1, 9))
+def test_scores_depend_on_the_distance_alone(seed, position, distance, shift):
+    args = random_call(torch.Generator().manual_seed(seed), batch=1, tokens=2, heads=1, kv_heads=1)
+    args["slots"] = int32([[0, 1]])
+    scores = []
+    for first in (position, position + shift):
+        args["positions"] = int32([[first + distance, first]])
+        q, k_cache, _ = run(rope_kv_write, args, backend="triton")
+        scores.append((q[0, 0, 0] * k_cache[0, 1, 0]).sum())
+    torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_token_without_a_slot_is_rotated_but_not_written(generator):
+    args = random_call(generator, tokens=4, capacity=9)
+    args["slots"] = int32([[-1, 3, -1, 0], [-1, -1, -1, -1]])
+    assert_right(args)
+    _, k_cache, v_cache = run(rope_kv_write, args, backend="triton")
+    assert (k_cache[1] == 77.0).all()
+    assert (v_cache[1] == 78.0).all()
+
+
+def test_position_zero_turns_nothing(generator):
+    args = random_call(generator)
+    args["positions"] = torch.zeros_like(args["positions"])
+    q, _, _ = run(rope_kv_write, args, backend="triton")
+    assert torch.equal(q, args["q"])
+
+
+def test_strided_inputs_and_caches_are_used_in_place(generator):
+    args = random_call(generator, tokens=3, heads=4, kv_heads=2, head_dim=16)
+    fused = torch.randn(2, 3, 8 * 16, generator=generator).to(DEVICE)  # q, k and v of one projection
+    args["q"], args["k"], args["v"] = (x.unflatten(2, (-1, 16)) for x in fused.split([64, 32, 32], dim=2))
+    memory = torch.zeros(2, 2, 9, 2, 16, device=DEVICE)
+    memory[0], memory[1] = 77.0, 78.0
+    args["k_cache_"], args["v_cache_"] = memory[0], memory[1]
+    assert not args["q"].is_contiguous()
+    assert_right(args)
+    args["slots"] = int32([[3, 8, 5, 1, 0], [2, 0, 1, 4, 6]])[:, 1:4]
+    assert_right(args)
+    heads_first = args | {name: args[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
+    assert_right(heads_first)
+    rope_kv_write(**args, backend="triton")
+    expected = run(reference, args, upcast=False)
+    torch.testing.assert_close(memory[0], expected[1])
+    assert torch.equal(memory[1], expected[2])
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0)])
+def test_no_tokens(generator, batch, tokens):
+    args = random_call(generator)
+    shortened = ("q", "k", "v", "positions", "slots")
+    args |= {name: args[name][:batch, :tokens] for name in shortened}
+    args |= {name: args[name][:batch] for name in ("k_cache_", "v_cache_")}
+    for backend in ("triton", "reference"):
+        assert run(rope_kv_write, args, backend=backend)[0].shape == (batch, tokens, 4, 16)
+
+
+def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
+    assert_right(random_call(generator, tokens=3, heads=5, kv_heads=2, skip=0.3))
+    assert len(reversed_programs) == 2 * 3 * (3 + 1)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_replays_on_new_inputs(generator):
+    args = random_call(generator, head_dim=128)
+    rope_kv_write(**args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = rope_kv_write(**args)
+    args["q"].mul_(-2.0)
+    args["positions"].copy_(args["positions"].flip(1))
+    args["slots"].copy_(args["slots"].flip(1))
+    graph.replay()
+    torch.testing.assert_close((q, args["k_cache_"], args["v_cache_"]), run(reference, args))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "match"),
+    [
+        ("q", lambda t: t.double(), TypeError, r"q: expected torch.float32 or .* got torch.float64"),
+        ("q", lambda t: t[..., :15], ValueError, r"q: expected an even head dimension of 2 to 256, got 15"),
+        ("q", lambda t: t.repeat(1, 1, 1, 17), ValueError, r"q: expected an even head dimension .* got 272"),
+        ("q", lambda t: t[0], ValueError, r"q: expected shape \[any, any, any, any\], got \[3, 4, 16\]"),
+        ("k", lambda t: t.half(), TypeError, r"k: expected torch.float32, got torch.float16"),
+        ("k", lambda t: t[:, :2], ValueError, r"k: expected shape \[2, 3, any, 16\], got \[2, 2, 2, 16\]"),
+        ("v", lambda t: t[:, :, :1], ValueError, r"v: expected shape \[2, 3, 2, 16\], got \[2, 3, 1, 16\]"),
+        ("positions", lambda t: t.long(), TypeError, r"positions: expected torch.int32, got torch.int64"),
+        ("cos_sin_table", lambda t: t.half(), TypeError, r"cos_sin_table: expected torch.float32, got torch.float16"),
+        ("cos_sin_table", lambda t: t[:, :8], ValueError, r"cos_sin_table: expected shape \[any, 16\], got \[50, 8\]"),
+        ("slots", lambda t: t[:1], ValueError, r"slots: expected shape \[2, 3\], got \[1, 3\]"),
+        ("k_cache_", lambda t: t.to("meta"), ValueError, r"k_cache_: expected a tensor on"),
+        ("k_cache_", lambda t: t[:, :, :1], ValueError, r"k_cache_: expected shape \[2, any, 2, 16\], got"),
+        ("v_cache_", lambda t: t[:, :4], ValueError, r"v_cache_: expected shape \[2, 9, 2, 16\], got \[2, 4, 2, 16\]"),
+    ],
+)
+def test_wrong_arguments_are_named(generator, name, change, error, match):
+    args = random_call(generator)
+    args[name] = change(args[name])
+    with pytest.raises(error, match=match):
+        rope_kv_write(**args)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "block_h", "block_d", "num_warps"),
+    [
+        (32, 128, 16, 64, 4),
+        (8, 128, 8, 64, 2),
+        (40, 128, 16, 64, 4),
+        (1, 256, 1, 128, 1),
+        (2, 64, 2, 32, 1),
+        (5, 80, 8, 64, 2),
+    ],
+)
+def test_launch_config(kv_heads, head_dim, block_h, block_d, num_warps):
+    config = _launch_config(kv_heads, head_dim)
+    assert config.blocks == {"BLOCK_H": block_h, "BLOCK_D": block_d}
+    assert config.num_warps == num_warps

@@ -1,0 +1,144 @@
+"""kernels.swiglu against float64, against transformers' MLP and against what a gate is."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import assert_close_to_reference
+
+from specdec.kernels.reference.swiglu import swiglu as reference
+from specdec.kernels.swiglu import _launch_config, swiglu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# exp(-gate) of a large negative gate is inf, which makes the right zero; numpy says so in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def randn(generator, *shape, dtype=torch.float32, scale=1.0):
+    return (scale * torch.randn(shape, generator=generator)).to(dtype).to(DEVICE)
+
+
+def assert_right(gate_up):
+    expected = reference(gate_up.double())
+    scale = max(1.0, expected.abs().max().item())
+    got = swiglu(gate_up, backend="triton")
+    assert got.is_contiguous()
+    assert_close_to_reference(got, expected, reference(gate_up, upcast=False), scale=scale)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_row_written_by_hand(backend):
+    # silu(0) = 0, silu(ln 3) = ln 3 * 3 / 4, silu(-ln 3) = -ln 3 / 4
+    gate_up = torch.tensor([[0.0, math.log(3), -math.log(3), 5.0, 4.0, -8.0]], device=DEVICE)
+    expected = torch.tensor([[0.0, 3 * math.log(3), 2 * math.log(3)]], device=DEVICE)
+    torch.testing.assert_close(swiglu(gate_up, backend=backend), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 6), (2, 2, 14), (2, 2048), (5, 130), (2, 3, 2200)], ids=str)
+def test_matches_float64(generator, shape, dtype):
+    assert_right(randn(generator, *shape, dtype=dtype, scale=3.0))
+
+
+def test_the_eager_reference_is_the_gate_of_transformers(generator):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(hidden_size=6, intermediate_size=10, num_attention_heads=1)
+    for dtype in DTYPES:
+        mlp = llama.LlamaMLP(config).to(device=DEVICE, dtype=dtype)
+        mlp.down_proj = torch.nn.Identity()
+        x = randn(generator, 3, 6, dtype=dtype)
+        with torch.no_grad():
+            gate_up = torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], dim=-1)
+            assert torch.equal(reference(gate_up, upcast=False), mlp(x))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 70), st.sampled_from([0.1, 1.0, 30.0]))
+def test_any_size_matches_float64(seed, num_rows, width, scale):
+    assert_right(randn(torch.Generator().manual_seed(seed), num_rows, 2 * width, scale=scale))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**32), st.integers(1, 70), st.integers(-8, 8))
+def test_is_linear_in_the_second_half(seed, width, exponent):
+    gate_up = randn(torch.Generator().manual_seed(seed), 2, 2 * width)
+    scaled = gate_up.clone()
+    scaled[:, width:] *= 2.0**exponent  # a power of two scales without rounding
+    assert torch.equal(swiglu(scaled, backend="triton"), 2.0**exponent * swiglu(gate_up, backend="triton"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extreme_gates(dtype):
+    huge = 0.9 * torch.finfo(dtype).max
+    gate_up = torch.tensor([[huge, -huge, -0.0, 200.0, -200.0, 1, 1, 1, 1, 1]], dtype=dtype, device=DEVICE)
+    got = swiglu(gate_up, backend="triton")
+    assert got[0, 0] > 0.85 * torch.finfo(dtype).max
+    assert got[0, 1:].tolist() == [0.0, 0.0, 200.0, 0.0]
+
+
+def test_a_nan_stays_in_its_place(generator):
+    gate_up = randn(generator, 3, 8)
+    gate_up[1, 2] = gate_up[2, 7] = math.nan
+    got = swiglu(gate_up, backend="triton").isnan()
+    assert got.nonzero().tolist() == [[1, 2], [2, 3]]
+
+
+def test_no_rows_and_one_dimension(generator):
+    assert swiglu(randn(generator, 0, 3, 12), backend="triton").shape == (0, 3, 6)
+    assert_right(randn(generator, 12))
+
+
+def test_strided_rows_are_read_in_place(generator):
+    assert_right(randn(generator, 5, 100)[:, 20:66])
+    assert_right(randn(generator, 4, 2, 34).transpose(0, 1))
+    assert_right(randn(generator, 2, 4, 34)[:, -1:, :])
+
+
+def test_the_input_is_left_alone(generator):
+    gate_up = randn(generator, 3, 20)
+    before = gate_up.clone()
+    swiglu(gate_up, backend="triton")
+    assert torch.equal(gate_up, before)
+
+
+def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
+    assert_right(randn(generator, 3, 3000))
+    assert len(reversed_programs) == 3 * 2
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_replays_on_new_inputs(generator):
+    gate_up = randn(generator, 4, 512)
+    swiglu(gate_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = swiglu(gate_up)
+    gate_up.mul_(-2.0)
+    graph.replay()
+    torch.testing.assert_close(out, reference(gate_up))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda t: t.double(), TypeError, r"gate_up: expected torch.float32 or .* got torch.float64"),
+        (lambda t: t[:, :5], ValueError, r"gate_up: expected an even last dimension, got shape \[4, 5\]"),
+        (lambda t: t[:, :0], ValueError, r"gate_up: expected an even last dimension, got shape \[4, 0\]"),
+        (lambda _: torch.tensor(1.0), ValueError, r"gate_up: expected an even last dimension, got shape \[\]"),
+        (lambda t: t.t(), ValueError, r"gate_up: expected stride 1"),
+        (lambda t: t.tolist(), TypeError, r"gate_up: expected a torch.Tensor, got list"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, match):
+    with pytest.raises(error, match=match):
+        swiglu(change(torch.ones(4, 6)))
+
+
+@pytest.mark.parametrize(("width", "block", "num_warps"), [(1, 1, 1), (704, 1024, 4), (200, 256, 1), (11008, 1024, 4)])
+def test_launch_config(width, block, num_warps):
+    config = _launch_config(width)
+    assert config.blocks["BLOCK_F"] == block
+    assert config.num_warps == num_warps
