@@ -23,11 +23,8 @@ from specdec.trees import TreeShape
 
 __all__ = ["DrafterRecipe", "train_tiny_draft_model", "train_tiny_medusa", "write_with_target"]
 
-# What the demo uses on a CPU, where every node costs: the widest first level, the likely children below it.
-_MEDUSA_TREE = [
-    [0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0],
-    [0, 0, 0, 0],
-]  # fmt: skip
+# What the demo uses on a CPU, where every node costs: a wide first level and the likely nodes below it.
+_MEDUSA_TREE = [[0], [1], [2], [3], [4], [5], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
 @dataclass(frozen=True, slots=True)
