@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     from specdec.demo import run_demo
 
+    _hide_progress_of_loading()
     _check_positive(options, "max_new_tokens", "repeats")
     return 0 if run_demo(max_new_tokens=options.max_new_tokens, repeats=options.repeats, as_json=options.json) else 1
 
@@ -92,6 +93,7 @@ def _generate(options: argparse.Namespace) -> int:
     from specdec.models.target import Target
     from specdec.tiny import TINY_FOLDER, tiny_drafter
 
+    _hide_progress_of_loading()
     _check_positive(options, "max_new_tokens")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
@@ -165,6 +167,14 @@ def _tree(text: str | None) -> str | int | tuple[int, ...] | None:
     except ValueError:
         return text
     return numbers if "," in text else numbers[0]
+
+
+def _hide_progress_of_loading() -> None:
+    """Keep transformers' progress bars out of logs and pipes."""
+    from transformers.utils import logging as transformers_logging
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
 
 
 def _check_positive(options: argparse.Namespace, *names: str) -> None:

@@ -97,8 +97,8 @@ def write_with_target(
 class _MedusaTraining(nn.Module):
     """Frozen target and heads; `forward` gives the loss of Medusa-1: cross-entropy summed over the heads.
 
-    The labels are the target's own most probable tokens along the text, which is what greedy decoding asks the heads
-    for: with so small a target, sampled text holds too much chance to learn from.
+    The labels are not those passed but the target's own most probable tokens, which is what greedy decoding asks the
+    heads for: with so small a target, sampled text holds too much chance to learn from.
     """
 
     def __init__(self, target: LlamaForCausalLM, heads: MedusaHeads) -> None:
@@ -106,7 +106,7 @@ class _MedusaTraining(nn.Module):
         self._frozen = (target,)  # in a tuple it is no submodule: checkpoints hold the heads alone
         self.heads = heads
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # noqa: ARG002
         with torch.no_grad():
             target = self._frozen[0].to(input_ids.device)
             hidden = target.model(input_ids).last_hidden_state
