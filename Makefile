@@ -1,14 +1,15 @@
 # The documented commands. Each sets up what it needs first: a virtual environment in .venv with this package and its
-# tools. Settings: PYTHON (interpreter to start from), PYTEST_ARGS, BENCH_ARGS.
+# tools. Settings: PYTHON (interpreter to start from), PYTEST_ARGS, BENCH_ARGS, GPU_ARGS.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?= --output build/gpu
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench gpu clean
 
 VENV := .venv
 STAMP := $(VENV)/installed
@@ -43,6 +44,9 @@ check: $(STAMP) ## Lint, format, types, spelling, architecture.
 
 bench: $(STAMP) ## Time every kernel; BENCH_ARGS goes to pytest-benchmark.
 	@$(VENV)/bin/pytest bench/kernels --benchmark-only $(BENCH_ARGS)
+
+gpu: $(STAMP) ## Take all measurements of a GPU machine; GPU_ARGS gives --minutes and --output.
+	@$(VENV)/bin/python -m specdec.bench.on_gpu $(GPU_ARGS)
 
 clean: ## Remove .venv, build outputs and caches.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks

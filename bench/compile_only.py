@@ -8,6 +8,7 @@ Triton decides at `@triton.jit` whether a kernel is interpreted, so TRITON_INTER
 module is imported.
 """
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -67,7 +68,8 @@ def compile_launches(launch: Callable[[], Any], capability: int) -> list[Compile
         launch()
     if not kernels:
         raise RuntimeError("compile_launches: expected at least one kernel launch, got none")
-    return [_inspect(kernel) for kernel in {kernel.hash: kernel for kernel in kernels}.values()]
+    distinct = {kernel.hash: kernel for kernel in kernels}.values()
+    return [_inspect(kernel.name, kernel.metadata.shared, kernel.asm["cubin"]) for kernel in distinct]
 
 
 class _CompileOnlyDriver(DriverBase):
@@ -119,25 +121,22 @@ def _recorded_launches(capability: int) -> Iterator[list[Any]]:
         driver._active = active
 
 
-def _inspect(kernel: Any) -> CompiledKernel:
-    """Read resources and instructions from the cubin."""
+@functools.cache  # many shapes compile to the same kernel, and the tools are not fast
+def _inspect(name: str, shared_bytes: int, code: bytes) -> CompiledKernel:
+    """Read resources and instructions from a cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        resources = _cuobjdump("--dump-resource-usage", cubin)
-        code = _cuobjdump("--dump-sass", cubin)
-    usage = dict(re.findall(r"(REG|STACK):(\d+)", resources))
+        cubin.write_bytes(code)
+        command = [str(tool), "--dump-resource-usage", "--dump-sass", str(cubin)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"\b(REG|STACK):(\d+)", text))
     return CompiledKernel(
-        name=kernel.name,
+        name=name,
         registers=int(usage["REG"]),
         stack_bytes=int(usage["STACK"]),
-        shared_bytes=kernel.metadata.shared,
-        num_hmma=len(re.findall(r"\bHMMA\.", code)),
-        num_hgmma=len(re.findall(r"\bHGMMA\.", code)),
-        num_async_copies=len(re.findall(r"\bLDGSTS\.E(?:\.\w+)*\.128\b", code)),
+        shared_bytes=shared_bytes,
+        num_hmma=len(re.findall(r"\bHMMA\.", text)),
+        num_hgmma=len(re.findall(r"\bHGMMA\.", text)),
+        num_async_copies=len(re.findall(r"\bLDGSTS\.E(?:\.\w+)*\.128\b", text)),
     )
-
-
-def _cuobjdump(option: str, cubin: Path) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout

@@ -6,7 +6,25 @@ memory or the L2 cache (partial results, second reads) is not counted. A multipl
 
 from dataclasses import dataclass
 
-__all__ = ["H200", "Cost", "Machine", "accept_greedy", "kv_compact", "rms_norm", "tree_attention", "tree_expand"]
+__all__ = [
+    "H200",
+    "Cost",
+    "Machine",
+    "accept_greedy",
+    "beam_step",
+    "draft_heads",
+    "draft_heads_concat",
+    "kv_compact",
+    "lm_head_topk",
+    "plan_splits",
+    "rms_norm",
+    "rope_kv_write",
+    "skinny_linear",
+    "swiglu",
+    "tree_attention",
+    "tree_expand",
+    "tree_rerank",
+]
 
 _INT32_BYTES = 4
 
@@ -168,4 +186,183 @@ def rms_norm(*, num_rows: int, width: int, element_bytes: int, residual: bool = 
     return Cost(
         num_bytes=(rows_moved * num_rows + 1) * width * element_bytes,
         num_flops=flops_per_element * num_rows * width,
+    )
+
+
+def beam_step(*, batch: int, num_candidates: int, num_lists: int, width: int) -> Cost:
+    """Cost of beam_step: all candidates with tokens of 4 bytes, the beam; the next beam and all totals.
+
+    Args:
+        batch: B.
+        num_candidates: M * R.
+        num_lists: M.
+        width: children to choose.
+
+    Returns:
+        The cost of one call; its additions are one per candidate.
+    """
+    # only the chosen candidates' tokens are needed
+    reads = num_candidates + num_lists + width
+    writes = num_candidates + 4 * width
+    return Cost(num_bytes=batch * (reads + writes) * _INT32_BYTES, num_flops=batch * num_candidates)
+
+
+def tree_rerank(*, batch: int, num_candidates: int, num_lists: int, num_nodes: int) -> Cost:
+    """Cost of tree_rerank: all log-probabilities and parents, the chosen tokens of 4 bytes; the tree.
+
+    Args:
+        batch: B.
+        num_candidates: M * R.
+        num_lists: M.
+        num_nodes: N.
+
+    Returns:
+        The cost of one call.
+    """
+    reads = num_candidates + num_lists + num_nodes
+    writes = num_nodes * (4 + (num_nodes + 31) // 32) + 1
+    return Cost(num_bytes=batch * (reads + writes) * _INT32_BYTES)
+
+
+def rope_kv_write(*, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> Cost:
+    """Cost of rope_kv_write: q, k and v in, rotated q and the cache slots out, one row of the table per token.
+
+    Args:
+        num_tokens: B * N.
+        num_heads: HQ.
+        num_kv_heads: HK.
+        head_dim: D.
+        element_bytes: size of one element of q, k and v.
+
+    Returns:
+        The cost of one call, one layer.
+    """
+    moved = 2 * (num_heads + 2 * num_kv_heads) * head_dim * element_bytes
+    table = head_dim * 4 + 2 * _INT32_BYTES
+    return Cost(
+        num_bytes=num_tokens * (moved + table),
+        num_flops=3 * num_tokens * (num_heads + num_kv_heads) * head_dim,
+    )
+
+
+def swiglu(*, num_rows: int, width: int, element_bytes: int) -> Cost:
+    """Cost of swiglu: gate and up in, one row of half the width out.
+
+    Args:
+        num_rows: rows of all leading dimensions.
+        width: F, elements of an output row.
+        element_bytes: size of one element.
+
+    Returns:
+        The cost of one call; five flops per element, with the exponential counted as one.
+    """
+    return Cost(num_bytes=3 * num_rows * width * element_bytes, num_flops=5 * num_rows * width)
+
+
+def plan_splits(*, batch: int, max_work: int) -> Cost:
+    """Cost of plan_splits: the lengths in, the work list and its offsets out.
+
+    Args:
+        batch: B.
+        max_work: entries of the work list.
+
+    Returns:
+        The cost of one call.
+    """
+    return Cost(num_bytes=(batch + 3 * max_work + batch + 1) * _INT32_BYTES)
+
+
+def skinny_linear(
+    *, num_rows: int, num_outputs: int, num_columns: int, element_bytes: int, num_matrices: int = 1
+) -> Cost:
+    """Cost of skinny_linear: the weight and the rows in, the products out.
+
+    Args:
+        num_rows: M.
+        num_outputs: N.
+        num_columns: K.
+        element_bytes: size of one element.
+        num_matrices: H, weights side by side.
+
+    Returns:
+        The cost of one call.
+    """
+    elements = num_outputs * num_columns + num_rows * (num_columns + num_outputs)
+    return Cost(
+        num_bytes=num_matrices * elements * element_bytes,
+        num_flops=2 * num_matrices * num_rows * num_outputs * num_columns,
+    )
+
+
+def draft_heads(*, num_heads: int, batch: int, width: int, element_bytes: int, shared_input: bool = True) -> Cost:
+    """Cost of draft_heads: weights, biases and states in, states out; bias, SiLU and residual are not counted as flops.
+
+    Args:
+        num_heads: K.
+        batch: B.
+        width: C.
+        element_bytes: size of one element.
+        shared_input: one state for all heads.
+
+    Returns:
+        The cost of one call.
+    """
+    states = batch * width * ((1 if shared_input else num_heads) + num_heads)
+    weights = num_heads * width * (width + 1)
+    return Cost(num_bytes=(states + weights) * element_bytes, num_flops=2 * num_heads * batch * width * width)
+
+
+def draft_heads_concat(*, num_parts: int, num_rows: int, width: int, element_bytes: int) -> Cost:
+    """Cost of draft_heads_concat with a residual weight: both weights and biases and all parts in, one state out.
+
+    Args:
+        num_parts: P.
+        num_rows: M.
+        width: C.
+        element_bytes: size of one element.
+
+    Returns:
+        The cost of one call.
+    """
+    states = num_rows * width * (num_parts + 1)
+    weights = 2 * width * (num_parts * width + 1)
+    return Cost(num_bytes=(states + weights) * element_bytes, num_flops=4 * num_rows * num_parts * width * width)
+
+
+def lm_head_topk(
+    *,
+    num_heads: int,
+    batch: int,
+    width: int,
+    vocab_size: int,
+    k: int,
+    element_bytes: int,
+    rank: int | None = None,
+    shared_weight: bool = False,
+    store_logits: bool = False,
+) -> Cost:
+    """Cost of lm_head_topk: weights and states in, the best tokens out; logits only if they are asked for.
+
+    Args:
+        num_heads: K.
+        batch: B.
+        width: C.
+        vocab_size: V.
+        k: tokens per row.
+        element_bytes: size of one element of weights and states.
+        rank: r of low-rank heads; None for full rank.
+        shared_weight: one weight for all heads.
+        store_logits: all logits are an output, in fp32.
+
+    Returns:
+        The cost of one call.
+    """
+    rows, inner = num_heads * batch, width if rank is None else rank
+    down = 0 if rank is None else num_heads * rank * width
+    weights = (1 if shared_weight else num_heads) * vocab_size * inner + down
+    # values, tokens, log-sum-exp and a flag
+    outputs = rows * (8 * k + 5 + (4 * vocab_size if store_logits else 0))
+    return Cost(
+        num_bytes=(weights + rows * width) * element_bytes + outputs,
+        num_flops=2 * rows * vocab_size * inner + 2 * batch * down,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec.bench.provenance import provenance
+from specdec.bench.provenance import append_record
 from specdec.checkpoints import load_drafter
 from specdec.comparison import compare, comparison_table
 from specdec.drafters.base import Drafter
@@ -63,10 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         if row.tau > 1:
             print(f"efficiency (speedup / tau) of {row.name}: {row.speedup / row.tau:.2f}")
     if options.output is not None:
-        record = {"bench": "decode", "rows": [row.record() for row in rows], "provenance": provenance()}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with options.output.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append_record(options.output, {"bench": "decode", "rows": [row.record() for row in rows]})
     return 0
 
 

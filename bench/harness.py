@@ -6,13 +6,11 @@
 
 A wrong kernel gets no number: `BenchOp.run` raises `WrongResultError` before anything is timed.
 
-On a GPU one round is a CUDA-graph replay of up to `_LAUNCHES` calls between two events. The calls take turns on copies
-of the inputs that together exceed four times the L2 cache, and the cache is overwritten before every round, so every
-call finds its inputs in device memory. `extra_info` holds the figures to quote: p20, p50 and p80 of the time of one
-call in us, bytes and flops by hand (`bench.cost`), the percent of the roofline that the same run measured by a large
-copy and a large matrix product, and provenance. The columns that pytest-benchmark prints are host times of a whole
-replay; they serve to compare two runs. A provider that synchronises cannot be captured; it is timed call by call, and
-`timing` says so.
+On a GPU one round is a CUDA-graph replay of many calls, each on inputs that are not in a cache (`bench.timing`).
+`extra_info` holds the figures to quote: p20, p50 and p80 of the time of one call in us, bytes and flops by hand
+(`bench.cost`), the percent of the roofline that the same run measured (`bench.machine`), and provenance. The columns
+that pytest-benchmark prints are host times of a whole replay; they serve to compare two runs. A provider that
+synchronises cannot be captured; it is timed call by call, and `timing` says so.
 
 Without a GPU the times are wall times of eager PyTorch on the CPU, `timing` says so, the Triton providers are skipped,
 and the roofline is the one of an H200, as a cost model without a measured percentage beside it.
@@ -25,7 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,14 +31,13 @@ import pytest
 import torch
 
 from specdec.bench.cost import H200, Cost, Machine
+from specdec.bench.machine import measure_machine
 from specdec.bench.provenance import provenance
 from specdec.bench.shapes import StepShape
+from specdec.bench.timing import CPU_TIMING, ROUNDS, WARMUP_ROUNDS, Call, time_on_gpu
 
-__all__ = ["BenchOp", "Call", "Provider", "WrongResultError", "compiled", "measure_machine"]
+__all__ = ["BenchOp", "Call", "Provider", "WrongResultError", "compiled"]
 
-_LAUNCHES = 40  # enough that the start of a graph, some us, is a small part of a call's share of it
-_ROUNDS = 30
-_WARMUP_ROUNDS = 3
 _CPU_ROUND_S = 2e-3
 
 # one rounding of the result, as in the tests: what is left when eager PyTorch happens to be exact
@@ -49,28 +46,6 @@ _FLOOR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 class WrongResultError(AssertionError):
     """A provider's result is not the definition's; its time would mean nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Arguments of one call of an op.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def run(self, function: Callable[..., Any]) -> Any:
-        """Call `function` with these arguments."""
-        return function(*self.args, **self.kwargs)
-
-    def num_bytes(self) -> int:
-        """Size of all tensor arguments in bytes."""
-        values = (*self.args, *self.kwargs.values())
-        return sum(value.untyped_storage().nbytes() for value in values if isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +128,15 @@ class BenchOp:
         cost = self.cost(shape)
         benchmark.group = f"{self.name} {shape}"
         if has_gpu:
-            make = functools.partial(self._make, shape)
-            times_us, timing = _time_on_gpu(benchmark, chosen, make, cost.num_bytes)
+            times_us, timing = time_on_gpu(
+                chosen.function,
+                functools.partial(self.call, shape),
+                cost.num_bytes,
+                pedantic=benchmark.pedantic,
+                capturable=chosen.capturable,
+            )
         else:
-            times_us, timing = _time_on_cpu(benchmark, chosen, self._make(shape)), "CPU wall time, eager PyTorch"
+            times_us, timing = _time_on_cpu(benchmark, chosen, self.call(shape)), CPU_TIMING
         benchmark.extra_info.update(
             {"op": self.name, "provider": provider, "shape": str(shape), "dtype": str(shape.dtype), "timing": timing},
             **_figures(times_us, cost, measure_machine() if has_gpu else H200, measured=has_gpu),
@@ -172,7 +152,7 @@ class BenchOp:
         functions = self.definition, self.providers["reference"].function, self.providers[provider].function
         outputs = []
         for function in functions:
-            call = self._make(shape)
+            call = self.call(shape)
             with _poisoned_memory():
                 result = call.run(function)
             outputs.append(_named_tensors(self.outputs(call, result)))
@@ -184,7 +164,8 @@ class BenchOp:
             if difference:
                 raise WrongResultError(f"{self.name}/{provider} at {shape}: {name}: {difference}")
 
-    def _make(self, shape: StepShape) -> Call:
+    def call(self, shape: StepShape) -> Call:
+        """Arguments of one call at a shape, the same each time, on the GPU if there is one."""
         generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu")
         return self.make(shape, generator.manual_seed(zlib.crc32(f"{self.name} {shape}".encode())))
 
@@ -252,97 +233,8 @@ def _time_on_cpu(benchmark: Any, provider: Provider, call: Call) -> list[float]:
     benchmark.pedantic(
         call.run,
         args=(provider.function,),
-        rounds=_ROUNDS,
-        warmup_rounds=_WARMUP_ROUNDS,
+        rounds=ROUNDS,
+        warmup_rounds=WARMUP_ROUNDS,
         iterations=max(1, math.ceil(_CPU_ROUND_S / once_s)),
     )
     return [1e6 * seconds for seconds in benchmark.stats.stats.data] if benchmark.stats else []
-
-
-def _time_on_gpu(
-    benchmark: Any, provider: Provider, make: Callable[[], Call], touched_bytes: int
-) -> tuple[list[float], str]:
-    """Times of one call in us, one per round, and how they were taken."""
-    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    torch.cuda.empty_cache()  # or the free memory that it keeps does not count as free
-    calls = [make()]
-    num_copies, num_launches = _rotation(
-        touched_bytes, calls[0].num_bytes(), l2_bytes, torch.cuda.mem_get_info()[0] // 2, _LAUNCHES
-    )
-    calls += [make() for _ in range(num_copies - 1)]
-
-    def run_all() -> None:
-        for i in range(num_launches):
-            calls[i % num_copies].run(provider.function)
-
-    run_all()  # compiles the kernels and loads them, which a capture must not
-    torch.cuda.synchronize()
-    launch = run_all
-    if provider.capturable:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run_all()
-        launch = graph.replay
-
-    flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda")
-    times_us: list[float] = []
-
-    def overwrite_l2() -> None:
-        flush.zero_()
-        torch.cuda.synchronize()
-
-    def timed_round() -> None:
-        times_us.append(_elapsed_us(launch) / num_launches)
-
-    benchmark.pedantic(timed_round, setup=overwrite_l2, rounds=_ROUNDS, warmup_rounds=_WARMUP_ROUNDS)
-    how = "CUDA-graph replays" if provider.capturable else "eager calls, not capturable"
-    return times_us[-_ROUNDS:], f"{how}, {num_launches} calls on {num_copies} copies of the inputs, cold L2"
-
-
-def _rotation(
-    touched_bytes: int, call_bytes: int, l2_bytes: int, free_bytes: int, max_launches: int
-) -> tuple[int, int]:
-    """Copies of the inputs and launches in a round, such that no launch finds its inputs in the L2 cache.
-
-    The cache is overwritten before a round, so a copy's first use is cold; it is used again only if all copies
-    together exceed four times the cache, and there is only so much memory for copies.
-    """
-    num_copies = min(max_launches, 4 * l2_bytes // max(touched_bytes, 1) + 1, free_bytes // max(call_bytes, 1))
-    num_copies = max(num_copies, 1)
-    cold_again = num_copies * touched_bytes > 4 * l2_bytes
-    return num_copies, max_launches if cold_again else num_copies
-
-
-def _elapsed_us(function: Callable[[], Any]) -> float:
-    """Time in us between two events around a call on the current stream."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return 1e3 * float(start.elapsed_time(end))
-
-
-@functools.cache
-def measure_machine() -> Machine:
-    """Measure the limits of the current GPU: a copy of 1 GiB and a bfloat16 product of 8192 x 8192 random numbers.
-
-    Returns:
-        Medians of 20 repetitions each.
-
-    Raises:
-        RuntimeError: there is no GPU.
-    """
-    if not torch.cuda.is_available():
-        raise RuntimeError("measure_machine: expected an NVIDIA GPU, found none")
-    size = 8192
-    source = torch.empty(2**30, dtype=torch.int8, device="cuda")
-    target = torch.zeros_like(source)
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    copy_us = [_elapsed_us(lambda: target.copy_(source)) for _ in range(_WARMUP_ROUNDS + 20)]
-    product_us = [_elapsed_us(lambda: torch.mm(a, b)) for _ in range(_WARMUP_ROUNDS + 20)]
-    return Machine(
-        name=torch.cuda.get_device_name(),
-        bytes_per_s=2 * source.numel() / (1e-6 * float(np.median(copy_us[_WARMUP_ROUNDS:]))),
-        flops_per_s=2 * size**3 / (1e-6 * float(np.median(product_us[_WARMUP_ROUNDS:]))),
-    )

@@ -1,9 +1,11 @@
 """Where a number comes from: source, machine, software, command and time. No record goes without it."""
 
 import functools
+import json
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["provenance"]
+__all__ = ["append_record", "provenance"]
 
 _SOURCE = Path(__file__).resolve().parent
 
@@ -25,6 +27,18 @@ def provenance() -> dict[str, Any]:
         and `utc`.
     """
     return {**_fixed(), "argv": list(sys.argv), "utc": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record, with provenance unless it has one, to a JSON-lines file.
+
+    Args:
+        path: the file; it and its folder are created.
+        record: anything JSON can hold.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**record, "provenance": record.get("provenance") or provenance()}) + "\n")
 
 
 @functools.cache

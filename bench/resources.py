@@ -23,6 +23,16 @@ import triton
 from specdec.bench.compile_only import CompiledKernel, compile_launches
 from specdec.bench.shapes import LLAMA_2_7B, LLAMA_3_8B, TINY, VICUNA_13B, ModelShape, TreeSize
 from specdec.kernels import accept_greedy, add_rms_norm, kv_compact, rms_norm, tree_attention, tree_expand
+from specdec.kernels.accept_naive import accept_naive
+from specdec.kernels.accept_rejection import accept_rejection
+from specdec.kernels.accept_typical import accept_typical
+from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
+from specdec.kernels.lm_head_topk import lm_head_topk
+from specdec.kernels.plan_splits import plan_splits
+from specdec.kernels.rope_kv_write import rope_kv_write
+from specdec.kernels.skinny_linear import skinny_linear
+from specdec.kernels.swiglu import swiglu
+from specdec.kernels.tree_rerank import beam_step, tree_rerank
 
 __all__ = ["ARCHITECTURES", "Architecture", "cases", "compare", "compile_cases", "main", "read_table"]
 
@@ -85,7 +95,66 @@ def cases() -> dict[str, Launch]:
     for tree in [_PLAIN, _WIDE, _LARGEST]:
         found[_name("tree_expand", None, tree, torch.int64)] = _tree_expand(tree)
         found[_name("accept_greedy", None, tree, torch.int32)] = _accept_greedy(tree)
-    return dict(sorted(found.items()))
+    return dict(sorted((found | _glue_cases() | _weight_cases() | _sampling_cases()).items()))
+
+
+def _glue_cases() -> dict[str, Launch]:
+    """Launches of the small kernels around the target's layers and of dynamic trees."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    head_dim_80 = replace(LLAMA_2_7B, name="head-dim-80", head_dim=80)
+    head_dim_256 = replace(LLAMA_2_7B, name="head-dim-256", num_heads=16, num_kv_heads=16, head_dim=256)
+    found: dict[str, Launch] = {}
+    for model, dtype in [(LLAMA_2_7B, bf16), (LLAMA_3_8B, bf16), (VICUNA_13B, bf16), (TINY, fp32)]:
+        found[_name("rope_kv_write", model, _WIDE, dtype)] = _rope_kv_write(model, _WIDE, dtype)
+        found[_name("swiglu", model, None, dtype)] = _swiglu(model, dtype)
+    for model in [head_dim_80, head_dim_256]:
+        found[_name("rope_kv_write", model, _WIDE, bf16)] = _rope_kv_write(model, _WIDE, bf16)
+    for lists, tree in [(1, _PLAIN), (51, _WIDE), (204, _LARGEST)]:  # of 10 candidates
+        found[_name("tree_rerank", None, tree, torch.int32)] = _tree_rerank(lists, tree)
+    for lists in [1, 10]:
+        found[_name(f"beam_step_{lists}x10", None, None, torch.int32)] = _beam_step(lists)
+    for batch in [1, 8]:
+        found[_name(f"plan_splits/b{batch}", None, _WIDE, torch.int32)] = _plan_splits(batch, _WIDE)
+    return found
+
+
+def _sampling_cases() -> dict[str, Launch]:
+    """Launches of the acceptance rules that read whole rows of logits."""
+    fp32 = torch.float32
+    found: dict[str, Launch] = {}
+    for model in [LLAMA_2_7B, LLAMA_3_8B]:
+        found[_name("accept_naive", model, _WIDE, fp32)] = _accept_naive(model, _WIDE)
+        found[_name("accept_typical", model, _WIDE, fp32)] = _accept_typical(model, _WIDE, sampled=True)
+        found[_name("accept_rejection", model, _WIDE, fp32)] = _accept_rejection(model, _WIDE, replacement=False)
+    found[_name("accept_typical_argmax", model, _WIDE, fp32)] = _accept_typical(model, _WIDE, sampled=False)
+    found[_name("accept_rejection_replacement", model, _WIDE, fp32)] = _accept_rejection(model, _WIDE, replacement=True)
+    return found
+
+
+def _weight_cases() -> dict[str, Launch]:
+    """Launches of the kernels that multiply few rows by large weights."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    found: dict[str, Launch] = {}
+    for model, dtype in [(LLAMA_2_7B, bf16), (LLAMA_3_8B, bf16), (VICUNA_13B, bf16), (TINY, fp32)]:
+        for tree in [_PLAIN, _WIDE]:
+            found[_name("skinny_linear", model, tree, dtype)] = _skinny_linear(model, tree.num_nodes, dtype)
+            found[_name("draft_heads", model, tree, dtype)] = _draft_heads(model, 4, tree.num_nodes, dtype)
+            found[_name("draft_heads_concat", model, tree, dtype)] = _draft_heads_concat(model, tree.num_nodes, dtype)
+        found[_name("draft_heads_single", model, _WIDE, dtype)] = _draft_heads(model, 1, _WIDE.num_nodes, dtype)
+        found[_name("lm_head_topk", model, None, dtype)] = _lm_head_topk(model, 1, dtype, num_heads=4, k=10)
+        found[_name("lm_head_topk_rank128", model, None, dtype)] = _lm_head_topk(
+            model, 1, dtype, num_heads=4, k=10, rank=128
+        )
+        found[_name("lm_head_topk_best", model, _WIDE, dtype)] = _lm_head_topk(
+            model, _WIDE.num_nodes, dtype, num_heads=1, k=1
+        )
+        found[_name("lm_head_topk_sampling", model, _WIDE, dtype)] = _lm_head_topk(
+            model, _WIDE.num_nodes, dtype, num_heads=1, k=32, store_logits=True
+        )
+    # 128 rows, the most that a tile holds
+    found["skinny_linear/Llama-2-7B/n128/bfloat16"] = _skinny_linear(LLAMA_2_7B, 128, bf16)
+    found["draft_heads_concat/Llama-2-7B/n128/bfloat16"] = _draft_heads_concat(LLAMA_2_7B, 128, bf16)
+    return found
 
 
 def _name(op: str, model: ModelShape | None, tree: TreeSize | None, dtype: torch.dtype) -> str:
@@ -125,6 +194,43 @@ def _add_rms_norm(model: ModelShape, dtype: torch.dtype) -> Launch:
     return functools.partial(add_rms_norm, x, x, x[0], eps=1e-5, backend="triton")
 
 
+def _rope_kv_write(model: ModelShape, tree: TreeSize, dtype: torch.dtype) -> Launch:
+    sizes = model.num_heads + 2 * model.num_kv_heads, model.head_dim
+    fused = torch.empty(1, tree.num_nodes, *sizes, dtype=dtype, device="meta")
+    q, k, v = fused.split([model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=2)
+    cache = torch.empty(2, 1, _CAPACITY, model.num_kv_heads, model.head_dim, dtype=dtype, device="meta")
+    table = torch.empty(_CAPACITY, model.head_dim, device="meta")
+    positions, slots = (_int32(1, tree.num_nodes) for _ in range(2))
+    return functools.partial(rope_kv_write, q, k, v, positions, table, slots, cache[0], cache[1], backend="triton")
+
+
+def _swiglu(model: ModelShape, dtype: torch.dtype) -> Launch:
+    gate_up = torch.empty(64, 2 * model.intermediate_size, dtype=dtype, device="meta")
+    return functools.partial(swiglu, gate_up, backend="triton")
+
+
+def _tree_rerank(lists: int, tree: TreeSize) -> Launch:
+    tokens, logps = _int32(1, lists, 10), torch.empty(1, lists, 10, device="meta")
+    return functools.partial(
+        tree_rerank, tokens, logps, _int32(1, lists), _int32(1),
+        num_nodes=tree.num_nodes, max_depth=tree.max_depth, backend="triton",
+    )  # fmt: skip
+
+
+def _beam_step(lists: int) -> Launch:
+    tokens, logps = _int32(1, lists, 10), torch.empty(1, lists, 10, device="meta")
+    return functools.partial(
+        beam_step, tokens, logps, logps[..., 0].contiguous(), width=10, logsumexp=logps[..., 0].contiguous(),
+        backend="triton",
+    )  # fmt: skip
+
+
+def _plan_splits(batch: int, tree: TreeSize) -> Launch:
+    return functools.partial(
+        plan_splits, _int32(batch), num_tree_nodes=tree.num_nodes, block=64, budget=264, max_work=264, backend="triton"
+    )
+
+
 def _tree_expand(tree: TreeSize) -> Launch:
     candidates = torch.empty(1, 4, 10, dtype=torch.int64, device="meta")
     per_node = [_int32(tree.num_nodes) for _ in range(3)]
@@ -136,6 +242,75 @@ def _accept_greedy(tree: TreeSize) -> Launch:
     return functools.partial(
         accept_greedy, *per_node, max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton"
     )
+
+
+def _logits(model: ModelShape, num_rows: int) -> torch.Tensor:
+    return torch.empty(1, num_rows, model.vocab_size, dtype=torch.float32, device="meta")
+
+
+def _accept_naive(model: ModelShape, tree: TreeSize) -> Launch:
+    logits, nodes = _logits(model, tree.num_nodes), _int32(1, tree.num_nodes)
+    return functools.partial(
+        accept_naive, nodes, nodes, logits, logits.new_empty(nodes.shape),
+        max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton",
+    )  # fmt: skip
+
+
+def _accept_typical(model: ModelShape, tree: TreeSize, *, sampled: bool) -> Launch:
+    logits, nodes = _logits(model, tree.num_nodes), _int32(1, tree.num_nodes)
+    return functools.partial(
+        accept_typical, nodes, nodes, logits, logits.new_empty(1) if sampled else None,
+        max_depth=tree.max_depth, threshold=0.09, alpha=0.3,
+        budget=_int32(1), stop_tokens=_int32(2), backend="triton",
+    )  # fmt: skip
+
+
+def _accept_rejection(model: ModelShape, tree: TreeSize, *, replacement: bool) -> Launch:
+    logits, nodes = _logits(model, tree.num_nodes), _int32(1, tree.num_nodes)
+    return functools.partial(
+        accept_rejection, nodes, nodes, logits, _logits(model, tree.max_depth), _int32(tree.num_nodes),
+        logits.new_empty(nodes.shape), logits.new_empty(1), replacement=replacement,
+        max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton",
+    )  # fmt: skip
+
+
+def _skinny_linear(model: ModelShape, num_rows: int, dtype: torch.dtype) -> Launch:
+    weight = torch.empty(model.hidden_size, model.intermediate_size, dtype=dtype, device="meta")
+    return functools.partial(skinny_linear, weight.new_empty(num_rows, weight.shape[1]), weight, backend="triton")
+
+
+def _draft_heads(model: ModelShape, num_heads: int, num_rows: int, dtype: torch.dtype) -> Launch:
+    weight = torch.empty(num_heads, model.hidden_size, model.hidden_size, dtype=dtype, device="meta")
+    x = weight.new_empty(num_rows, model.hidden_size)
+    return functools.partial(draft_heads, x, weight, weight[:, 0], backend="triton")
+
+
+def _draft_heads_concat(model: ModelShape, num_rows: int, dtype: torch.dtype, num_parts: int = 3) -> Launch:
+    weight = torch.empty(model.hidden_size, num_parts * model.hidden_size, dtype=dtype, device="meta")
+    bias = weight.new_empty(model.hidden_size)
+    parts = [weight.new_empty(num_rows, model.hidden_size) for _ in range(num_parts)]
+    return functools.partial(draft_heads_concat, parts, weight, bias, weight, bias, backend="triton")
+
+
+def _lm_head_topk(
+    model: ModelShape,
+    num_rows: int,
+    dtype: torch.dtype,
+    *,
+    num_heads: int,
+    k: int,
+    rank: int | None = None,
+    store_logits: bool = False,
+) -> Launch:
+    """One call; a drafter that asks for the logits samples, so it has a temperature too."""
+    x = torch.empty(num_heads, num_rows, model.hidden_size, dtype=dtype, device="meta")
+    weight = x.new_empty(num_heads, model.vocab_size, rank or model.hidden_size)
+    return functools.partial(
+        lm_head_topk, x, weight, k=k,
+        down=x.new_empty(num_heads, rank, model.hidden_size) if rank else None,
+        temperature=x.new_empty(num_rows, dtype=torch.float32) if store_logits else None,
+        store_logits=store_logits, backend="triton",
+    )  # fmt: skip
 
 
 def compile_cases(architecture: Architecture, launches: Mapping[str, Launch]) -> dict[str, CompiledKernel]:

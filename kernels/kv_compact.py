@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels import library
 from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.kv_compact import kv_compact as kv_compact_reference
@@ -70,6 +71,7 @@ def _launch_config(max_moves: int, num_columns: int) -> LaunchConfig:
     return LaunchConfig(blocks={"BLOCK_J": block_j, "BLOCK_C": block_c}, num_warps=4, num_stages=1)
 
 
+@library.op(fake=lambda: None)
 def kv_compact(
     cache_: torch.Tensor,
     lengths: torch.Tensor,

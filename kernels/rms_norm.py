@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels import library
 from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference import rms_norm as reference
@@ -71,6 +72,7 @@ def _launch_config(width: int) -> LaunchConfig:
     return LaunchConfig(blocks={"BLOCK_C": block_c}, num_warps=max(1, min(16, block_c // 512)))
 
 
+@library.op(fake=lambda x: x.new_empty(x.shape))
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, backend: Backend | None = None) -> torch.Tensor:
     """Normalise every row by its root mean square.
 
@@ -95,6 +97,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, backend: Back
     return normed
 
 
+@library.op(fake=lambda x: (x.new_empty(x.shape), x.new_empty(x.shape)))
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, backend: Backend | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

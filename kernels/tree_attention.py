@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels import library
 from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
@@ -243,6 +244,7 @@ def _num_splits(num_programs: int, num_rows: int, capacity: int) -> int:
     return max(1, min(wanted, _MAX_SPLITS, triton.cdiv(capacity, _MIN_KEYS_PER_SPLIT)))
 
 
+@library.op(fake=lambda q: q.new_empty(q.shape))
 def tree_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

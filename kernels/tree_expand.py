@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels import library
 from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.tree_expand import tree_expand as tree_expand_reference
@@ -69,6 +70,11 @@ def _launch_config(num_nodes: int) -> LaunchConfig:
     return LaunchConfig(blocks={"BLOCK_N": min(triton.next_power_of_2(num_nodes), 128)}, num_warps=1)
 
 
+def _empty_nodes(root: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return root.new_empty(root.shape[0], num_nodes), root.new_empty(root.shape[0], num_nodes)
+
+
+@library.op(fake=lambda root, row: _empty_nodes(root, row.shape[0]))
 def tree_expand(
     candidates: torch.Tensor,
     root: torch.Tensor,
@@ -113,8 +119,7 @@ def tree_expand(
     if resolve_backend(candidates, backend) == "reference":
         return tree_expand_reference(candidates, root, lengths, row, rank, depth)
 
-    tokens = torch.empty(batch, num_nodes, dtype=torch.int32, device=device)
-    positions = torch.empty_like(tokens)
+    tokens, positions = _empty_nodes(root, num_nodes)
     config = _launch_config(num_nodes)
     with on_device(candidates):
         _tree_expand_kernel[(batch, triton.cdiv(num_nodes, config.blocks["BLOCK_N"]))](

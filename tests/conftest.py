@@ -10,9 +10,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from interpreter import speed_up_interpreter
+from interpreter import mend_interpreter
 
-speed_up_interpreter()
+mend_interpreter()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""Triton 3.6's interpreter, made three times faster and working with numpy >= 2.4; other versions are left alone."""
+"""Triton's interpreter, mended: 3.6 made three times faster and working with numpy >= 2.4, 3.9 with bool splats."""
 
 import os
 import types
@@ -7,10 +7,33 @@ import triton
 import triton.language as tl
 
 
-def speed_up_interpreter() -> None:
-    """Patch the interpreter of Triton 3.6 once; does nothing elsewhere or when kernels are compiled."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or not triton.__version__.startswith("3.6."):
+def mend_interpreter() -> None:
+    """Patch the interpreter of the installed Triton, once; does nothing when kernels are compiled."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
         return
+    if triton.__version__.startswith("3.6."):
+        _speed_up()
+    elif triton.__version__.startswith("3.9."):
+        _keep_bools()
+
+
+def _keep_bools() -> None:
+    """3.9 turns a bool scalar that is combined with a mask into int32, which no load takes as a mask."""
+    import triton.runtime.interpreter as interpreter
+
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def splat_keeping_bool(self, ret_ty, arg):
+        handle = splat(self, ret_ty, arg)
+        if arg.data.dtype == bool:
+            handle.data = handle.data.astype(bool)
+        return handle
+
+    interpreter.InterpreterBuilder.create_splat = splat_keeping_bool
+
+
+def _speed_up() -> None:
+    """3.6 checks every integer for overflow and patches the language again for every nested call."""
     import triton.runtime.interpreter as interpreter
     from triton.runtime.errors import InterpreterError
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec.bench import cost, harness, provenance, shapes
+from specdec.bench import cost, machine, provenance, shapes, timing
 from specdec.bench.cost import H200, Cost, Machine
 from specdec.bench.harness import BenchOp, Call, Provider, WrongResultError
 from specdec.bench.shapes import StepShape, TreeSize
@@ -137,9 +137,9 @@ def test_a_provider_for_gpus_is_skipped_without_one(monkeypatch):
     with pytest.raises(pytest.skip.Exception, match="gpu needs an NVIDIA GPU"):
         op.run(benchmark, "gpu", SHAPE)
     assert benchmark.extra_info == {}
-    harness.measure_machine.cache_clear()
+    machine.measure_machine.cache_clear()
     with pytest.raises(RuntimeError, match="expected an NVIDIA GPU"):
-        harness.measure_machine()
+        machine.measure_machine()
 
 
 def test_an_op_needs_a_reference_among_its_providers():
@@ -160,7 +160,7 @@ def test_an_op_needs_a_reference_among_its_providers():
 )
 def test_no_launch_finds_its_inputs_in_the_cache(touched, size, free, expected):
     l2_bytes = 1000 if touched == 100 else 100
-    assert harness._rotation(touched, size, l2_bytes, free, 40) == expected
+    assert timing.rotation(touched, size, l2_bytes, free, 40) == expected
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_costs_are_those_computed_by_hand(computed, num_bytes, num_flops):
 
 
 def test_the_roofline_is_the_larger_of_two_times():
-    machine = Machine("made up", bytes_per_s=1e9, flops_per_s=1e12)
-    assert Cost(num_bytes=3000, num_flops=0).roofline_us(machine) == pytest.approx(3)
-    assert Cost(num_bytes=3000, num_flops=7_000_000).roofline_us(machine) == pytest.approx(7)
+    made_up = Machine("made up", bytes_per_s=1e9, flops_per_s=1e12)
+    assert Cost(num_bytes=3000, num_flops=0).roofline_us(made_up) == pytest.approx(3)
+    assert Cost(num_bytes=3000, num_flops=7_000_000).roofline_us(made_up) == pytest.approx(7)
     llama = shapes.LLAMA_2_7B
     attention = cost.tree_attention(
         batch=1,
@@ -287,7 +287,8 @@ def test_all_kernel_benchmarks_run_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     infos = [record["extra_info"] for record in json.loads(records.read_text())["benchmarks"]]
     files = {path.stem.removeprefix("bench_") for path in (ROOT / "bench" / "kernels").glob("bench_*.py")}
-    assert files <= {info["op"] for info in infos}
+    ops = {info["op"] for info in infos}
+    assert not [file for file in files if not any(op.startswith(file) for op in ops)]
     for info in infos:
         assert info["provider"] != "triton"
         assert "CPU wall time" in info["timing"]
