@@ -153,6 +153,7 @@ class Target:
                 for module in training:
                     module.training = True
                 self._take_states()
+                _own_buffers(self.model)
 
     def prefill(
         self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = 2048
@@ -358,6 +359,15 @@ def _decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     """The decoder layers, which OPT keeps one module deeper."""
     owner = decoder if hasattr(decoder, "layers") else cast(nn.Module, decoder.decoder)
     return cast(nn.ModuleList, owner.layers)
+
+
+def _own_buffers(model: nn.Module) -> None:
+    """Replace buffers that a pass without autograd made (scaled rotary tables) by ones that training can use."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_inference():
+                with torch.inference_mode(False):
+                    module._buffers[name] = buffer.clone()
 
 
 def _keep_in(kept: list[torch.Tensor]) -> Callable[..., None]:

@@ -128,6 +128,30 @@ def test_nan_logits_are_an_error_that_names_the_step(generator, first_call, wher
     assert len(Decoder(model).decode(random_prompts(generator, [5]), 10).tokens[0]) == 10
 
 
+@pytest.mark.parametrize("family", ["llama", "llama3"])
+def test_the_model_can_be_trained_after_decoding(family, generator):
+    model = build_model(family)
+    rotary = model.model.rotary_emb
+
+    def make_table_in_the_pass(module, args, output):
+        module.register_buffer("inv_freq", module.inv_freq * 1, persistent=False)
+
+    handle = rotary.register_forward_hook(make_table_in_the_pass)  # as dynamic rope scaling does
+    (prompt,) = random_prompts(generator, [6])
+    Decoder(model, PromptLookup()).decode([prompt], 6)
+    handle.remove()
+    assert not rotary.inv_freq.is_inference()
+    model(prompt[None], labels=prompt[None]).loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_callbacks_run_outside_of_inference_mode(model, generator):
+    modes = []
+    (prompt,) = random_prompts(generator, [6])
+    Decoder(model).decode([prompt], 4, on_tokens=lambda *_: modes.append(torch.is_inference_mode_enabled()))
+    assert modes == [False] * 4
+
+
 def test_prompts_that_cannot_be_decoded_are_refused(plain):
     with pytest.raises(ValueError, match=r"prompts: expected 1-D tensors of at least one token, got shapes \[\]"):
         plain.decode([], 4)
