@@ -2,6 +2,8 @@
 
 Bytes count each input element that the op needs once and each output element once; what stays in registers, shared
 memory or the L2 cache (partial results, second reads) is not counted. A multiply-add is two flops.
+
+Longer than most modules: one short function per op, side by side, so that they can be compared.
 """
 
 from dataclasses import dataclass
@@ -11,6 +13,9 @@ __all__ = [
     "Cost",
     "Machine",
     "accept_greedy",
+    "accept_naive",
+    "accept_rejection",
+    "accept_typical",
     "beam_step",
     "draft_heads",
     "draft_heads_concat",
@@ -19,11 +24,13 @@ __all__ = [
     "plan_splits",
     "rms_norm",
     "rope_kv_write",
+    "sample_race",
     "skinny_linear",
     "swiglu",
     "tree_attention",
     "tree_expand",
     "tree_rerank",
+    "warp_logits",
 ]
 
 _INT32_BYTES = 4
@@ -366,3 +373,107 @@ def lm_head_topk(
         num_bytes=(weights + rows * width) * element_bytes + outputs,
         num_flops=2 * rows * vocab_size * inner + 2 * batch * down,
     )
+
+
+def accept_naive(*, batch: int, num_nodes: int, max_depth: int, vocab_size: int, element_bytes: int) -> Cost:
+    """Cost of accept_naive: all logits, a uniform per node, and what accept_greedy moves.
+
+    Args:
+        batch: B.
+        num_nodes: N.
+        max_depth: largest depth of the tree.
+        vocab_size: V.
+        element_bytes: size of one logit.
+
+    Returns:
+        The cost of one call.
+    """
+    walk = accept_greedy(batch=batch, num_nodes=num_nodes, max_depth=max_depth)
+    num_logits = batch * num_nodes * vocab_size
+    # maximum, difference, exp, sum
+    return Cost(num_bytes=num_logits * element_bytes + walk.num_bytes, num_flops=4 * num_logits)
+
+
+def accept_typical(*, batch: int, num_nodes: int, max_depth: int, vocab_size: int, element_bytes: int) -> Cost:
+    """Cost of accept_typical: all logits, and what accept_greedy moves, a score per node for a target token.
+
+    Args:
+        batch: B.
+        num_nodes: N.
+        max_depth: largest depth of the tree.
+        vocab_size: V.
+        element_bytes: size of one logit.
+
+    Returns:
+        The cost of one call.
+    """
+    walk = accept_greedy(batch=batch, num_nodes=num_nodes, max_depth=max_depth)
+    num_logits = batch * num_nodes * vocab_size
+    # as accept_naive, a scale by the temperature, and the moment: a product and a sum
+    return Cost(num_bytes=num_logits * element_bytes + walk.num_bytes, num_flops=7 * num_logits)
+
+
+def accept_rejection(
+    *,
+    batch: int,
+    num_nodes: int,
+    num_draft_laws: int,
+    max_depth: int,
+    vocab_size: int,
+    element_bytes: int,
+) -> Cost:
+    """Cost of accept_rejection: both laws of every inner node, the target's of every leaf, and a walk.
+
+    Further passes over laws that are in the cache by then are not counted: how many depends on the rejections.
+
+    Args:
+        batch: B.
+        num_nodes: N.
+        num_draft_laws: M.
+        max_depth: largest depth of the tree.
+        vocab_size: V.
+        element_bytes: size of one logit.
+
+    Returns:
+        The cost of one call.
+    """
+    walk = accept_greedy(batch=batch, num_nodes=num_nodes, max_depth=max_depth)
+    num_logits = batch * (num_nodes + num_draft_laws) * vocab_size
+    # as accept_naive; for inner nodes two more exp, a difference, a maximum and two sums
+    num_flops = 4 * num_logits + 6 * batch * num_draft_laws * vocab_size
+    extra_bytes = (num_nodes + batch) * _INT32_BYTES
+    return Cost(num_bytes=num_logits * element_bytes + walk.num_bytes + extra_bytes, num_flops=num_flops)
+
+
+def warp_logits(*, batch: int, num_nodes: int, vocab_size: int, element_bytes: int) -> Cost:
+    """Cost of warp_logits: all logits in, as many in fp32 out; the search's passes over the cache are not counted.
+
+    Args:
+        batch: B.
+        num_nodes: N.
+        vocab_size: V.
+        element_bytes: size of one logit.
+
+    Returns:
+        The cost of one call.
+    """
+    num_logits = batch * num_nodes * vocab_size
+    return Cost(num_bytes=num_logits * (element_bytes + 4), num_flops=num_logits)
+
+
+def sample_race(*, batch: int, num_nodes: int, vocab_size: int, element_bytes: int) -> Cost:
+    """Cost of sample_race: all logits in, a token per node out; the random numbers are integer work.
+
+    Args:
+        batch: B.
+        num_nodes: N.
+        vocab_size: V.
+        element_bytes: size of one logit.
+
+    Returns:
+        The cost of one call.
+    """
+    num_logits = batch * num_nodes * vocab_size
+    num_bytes = num_logits * element_bytes + (batch * num_nodes + batch + 1) * _INT32_BYTES
+    # two logarithms, two differences, a comparison
+    return Cost(num_bytes=num_bytes, num_flops=5 * num_logits)

@@ -30,6 +30,7 @@ from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.lm_head_topk import lm_head_topk
 from specdec.kernels.plan_splits import plan_splits
 from specdec.kernels.rope_kv_write import rope_kv_write
+from specdec.kernels.sample_probs import sample_probs
 from specdec.kernels.skinny_linear import skinny_linear
 from specdec.kernels.swiglu import swiglu
 from specdec.kernels.tree_rerank import beam_step, tree_rerank
@@ -119,13 +120,14 @@ def _glue_cases() -> dict[str, Launch]:
 
 
 def _sampling_cases() -> dict[str, Launch]:
-    """Launches of the acceptance rules that read whole rows of logits."""
+    """Launches of the acceptance rules that read whole rows of logits, and of sampling from them."""
     fp32 = torch.float32
     found: dict[str, Launch] = {}
     for model in [LLAMA_2_7B, LLAMA_3_8B]:
         found[_name("accept_naive", model, _WIDE, fp32)] = _accept_naive(model, _WIDE)
         found[_name("accept_typical", model, _WIDE, fp32)] = _accept_typical(model, _WIDE, sampled=True)
         found[_name("accept_rejection", model, _WIDE, fp32)] = _accept_rejection(model, _WIDE, replacement=False)
+        found[_name("sample_probs", model, _WIDE, fp32)] = _sample_probs(model, _WIDE)
     found[_name("accept_typical_argmax", model, _WIDE, fp32)] = _accept_typical(model, _WIDE, sampled=False)
     found[_name("accept_rejection_replacement", model, _WIDE, fp32)] = _accept_rejection(model, _WIDE, replacement=True)
     return found
@@ -271,6 +273,14 @@ def _accept_rejection(model: ModelShape, tree: TreeSize, *, replacement: bool) -
         accept_rejection, nodes, nodes, logits, _logits(model, tree.max_depth), _int32(tree.num_nodes),
         logits.new_empty(nodes.shape), logits.new_empty(1), replacement=replacement,
         max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton",
+    )  # fmt: skip
+
+
+def _sample_probs(model: ModelShape, tree: TreeSize) -> Launch:
+    nodes = _int32(1, tree.num_nodes)
+    return functools.partial(
+        sample_probs, _logits(model, tree.num_nodes), _int32(1), _int32(1), nodes, nodes, _int32(1, _CAPACITY), seed=0,
+        temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, backend="triton",
     )  # fmt: skip
 
 

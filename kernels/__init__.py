@@ -18,27 +18,70 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec.kernels.accept_greedy import accept_greedy
+    from specdec.kernels.accept_naive import accept_naive
+    from specdec.kernels.accept_rejection import accept_rejection
+    from specdec.kernels.accept_typical import accept_typical
+    from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
+    from specdec.kernels.dynamic_tree import Beam, RerankedTree
     from specdec.kernels.kv_compact import kv_compact
     from specdec.kernels.launch import Backend, LaunchConfig
+    from specdec.kernels.lm_head_topk import lm_head_topk
+    from specdec.kernels.plan_splits import plan_splits
     from specdec.kernels.rms_norm import add_rms_norm, rms_norm
+    from specdec.kernels.rope_kv_write import rope_kv_write
+    from specdec.kernels.sample_probs import sample_probs, sample_race, warp_logits
+    from specdec.kernels.skinny_linear import skinny_linear
+    from specdec.kernels.swiglu import swiglu
+    from specdec.kernels.topk import TopK
     from specdec.kernels.tree_attention import tree_attention
     from specdec.kernels.tree_expand import tree_expand
+    from specdec.kernels.tree_rerank import beam_step, tree_rerank
     from specdec.kernels.verdict import Verdict
 
 __all__ = [
     "Backend",
+    "Beam",
     "LaunchConfig",
+    "RerankedTree",
+    "TopK",
     "Verdict",
     "accept_greedy",
+    "accept_naive",
+    "accept_rejection",
+    "accept_typical",
     "add_rms_norm",
+    "beam_step",
+    "draft_heads",
+    "draft_heads_concat",
     "kv_compact",
+    "lm_head_topk",
+    "plan_splits",
     "rms_norm",
+    "rope_kv_write",
+    "sample_probs",
+    "sample_race",
+    "skinny_linear",
+    "swiglu",
     "tree_attention",
     "tree_expand",
+    "tree_rerank",
+    "warp_logits",
 ]
 
 # Every other name lives in a module of its own name.
-_MODULES = {"Backend": "launch", "LaunchConfig": "launch", "Verdict": "verdict", "add_rms_norm": "rms_norm"}
+_MODULES = {
+    "Backend": "launch",
+    "Beam": "dynamic_tree",
+    "LaunchConfig": "launch",
+    "RerankedTree": "dynamic_tree",
+    "TopK": "topk",
+    "Verdict": "verdict",
+    "add_rms_norm": "rms_norm",
+    "beam_step": "tree_rerank",
+    "draft_heads_concat": "draft_heads",
+    "sample_race": "sample_probs",
+    "warp_logits": "sample_probs",
+}
 
 
 class _KernelsPackage(ModuleType):

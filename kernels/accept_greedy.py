@@ -27,10 +27,13 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels import library
 from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.primitives import store_verdict
 from specdec.kernels.reference.accept_greedy import accept_greedy as accept_greedy_reference
 from specdec.kernels.verdict import Verdict
+from specdec.kernels.walk import check_walk, empty_verdict
 
 __all__ = ["accept_greedy"]
 
@@ -67,31 +70,22 @@ def _accept_greedy_kernel(
         target_ptr + b * stride_gb + parent, mask=has_parent, other=-1
     )  # the target's choice at the parent
     follows = has_parent & (token == wanted)
-    if stop_tokens_ptr is not None:
-        for e in range(0, NUM_STOPS):
-            follows = follows & (wanted != tl.load(stop_tokens_ptr + e))
-
-    budget = tl.load(budget_ptr + b) if budget_ptr is not None else tl.full((), MAX_DEPTH + 1, tl.int32)
 
     # -1 ends the walk: no node that follows has parent -1, so it stays -1
     offs_d = tl.arange(0, BLOCK_D)
-    node = tl.where(budget > 0, 0, -1)
-    path = tl.where(offs_d == 0, node, -1)  # [BLOCK_D]
+    node = 0
+    path = tl.where(offs_d == 0, 0, -1)  # [BLOCK_D]
     for d in range(1, MAX_DEPTH + 1):
         child = tl.min(tl.where(follows & (parent == node), offs_n, BLOCK_N), 0)
-        node = tl.where((child < BLOCK_N) & (d < budget), child, -1)
+        node = tl.where(child < BLOCK_N, child, -1)
         path = tl.where(offs_d == d, node, path)
 
-    mask_d = offs_d <= MAX_DEPTH
-    on_path = path >= 0
-    emitted = tl.load(target_ptr + b * stride_gb + path, mask=on_path, other=-1)
-    tl.store(path_ptr + b * (MAX_DEPTH + 1) + offs_d, path, mask=mask_d)
-    tl.store(emitted_ptr + b * (MAX_DEPTH + 1) + offs_d, emitted, mask=mask_d)
-    tl.store(num_accepted_ptr + b, tl.sum(on_path.to(tl.int32), 0) - 1)
-
-    last = tl.max(path, 0)  # parent < child, so the path's last node is its largest
-    root_token = tl.load(tokens_ptr + b * stride_tb)
-    tl.store(next_root_ptr + b, tl.load(target_ptr + b * stride_gb + last, mask=last >= 0, other=root_token))
+    emitted = tl.load(target_ptr + b * stride_gb + path, mask=path >= 0, other=-1)
+    store_verdict(
+        path, emitted, b, tl.load(tokens_ptr + b * stride_tb),
+        budget_ptr, stop_tokens_ptr, path_ptr, num_accepted_ptr, next_root_ptr, emitted_ptr,
+        MAX_DEPTH, NUM_STOPS, BLOCK_D,
+    )  # fmt: skip
 
 
 def _launch_config(num_nodes: int, max_depth: int) -> LaunchConfig:
@@ -100,6 +94,7 @@ def _launch_config(num_nodes: int, max_depth: int) -> LaunchConfig:
     return LaunchConfig(blocks=blocks, num_warps=1 if num_nodes <= 256 else 4)
 
 
+@library.op(fake=empty_verdict)
 def accept_greedy(
     tokens: torch.Tensor,
     parent: torch.Tensor,
@@ -132,32 +127,15 @@ def accept_greedy(
         TypeError: a wrong dtype.
         ValueError: shapes that do not fit, an empty tree, a negative depth, tensors on several devices.
     """
-    check_tensor("tokens", tokens, shape=(None, None), dtype=torch.int32)
+    check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
     batch, num_nodes = tokens.shape
-    device = tokens.device
-    if num_nodes == 0:
-        raise ValueError(f"tokens: expected at least one node, the root, got shape {list(tokens.shape)}")
-    check_tensor("parent", parent, shape=(None, num_nodes), dtype=torch.int32, device=device)
-    if parent.shape[0] not in (1, batch):
-        raise ValueError(f"parent: expected {batch} rows or 1, got shape {list(parent.shape)}")
-    check_tensor("target_tokens", target_tokens, shape=(batch, num_nodes), dtype=torch.int32, device=device)
-    if max_depth < 0:
-        raise ValueError(f"max_depth: expected 0 or more, got {max_depth}")
-    if budget is not None:
-        check_tensor("budget", budget, shape=(batch,), dtype=torch.int32, device=device)
-    if stop_tokens is not None:
-        check_tensor("stop_tokens", stop_tokens, shape=(None,), dtype=torch.int32, device=device)
+    check_tensor("target_tokens", target_tokens, shape=(batch, num_nodes), dtype=torch.int32, device=tokens.device)
     if resolve_backend(tokens, backend) == "reference":
         return accept_greedy_reference(
             tokens, parent, target_tokens, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens
         )
 
-    verdict = Verdict(
-        path=tokens.new_empty(batch, max_depth + 1),
-        num_accepted=tokens.new_empty(batch),
-        next_root=tokens.new_empty(batch),
-        emitted=tokens.new_empty(batch, max_depth + 1),
-    )
+    verdict = empty_verdict(tokens, max_depth)
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
     config = _launch_config(num_nodes, max_depth)
     with on_device(tokens):

@@ -54,6 +54,9 @@ def tree_call(*floats, **keywords):
     return (int32([[1, 2, 3, 4], [4, 3, 2, 1]]), int32(CHAIN), *floats), limits | keywords
 
 
+SAMPLING = {"seed": 3, "temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}
+
+
 def calls():
     """A call of every op, as (positional, keyword) arguments."""
     q, k = rand(2, 3, 4, 16), rand(2, 3, 2, 16)
@@ -63,6 +66,7 @@ def calls():
     words = int32([[[1], [3], [5]]])
     path, slots = int32([[0, 2, -1], [0, 1, 2]]), int32([[5, 6, 7], [2, -1, 3]])
     uniform = torch.tensor([[0.1, 0.4, 0.6, 0.9]] * 2, device=DEVICE)
+    parents = int32([[-1, 0, 0, 1]])
     accept_rejection = tree_call(
         logits, rand(2, 3, 9), int32([0, 1, 2, -1]), uniform, uniform[:, 0].contiguous(), replacement=True
     )
@@ -80,11 +84,14 @@ def calls():
         "plan_splits": ((lengths,), {"num_tree_nodes": 9, "block": 16, "budget": 4, "max_work": 6}),
         "rms_norm": ((rand(2, 3, 8), rand(8)), {"eps": 1e-5}),
         "rope_kv_write": ((q, k, k, int32([[0, 1, 1], [3, 4, 4]]), rand(9, 16), slots, cache[0, 0], cache[0, 1]), {}),
+        "sample_probs": ((logits, root, int32([1]), int32([[7, 1, 2, 3]] * 2), parents, slots), SAMPLING),
+        "sample_race": ((logits, root, int32([1])), {"seed": 3}),
         "skinny_linear": ((rand(3, 16), rand(20, 16)), {}),
         "swiglu": ((rand(2, 3, 8),), {}),
         "tree_attention": ((q[:1], cache[0, 0, :1], cache[0, 1, :1], lengths[:1], words), {"scale": 0.25}),
         "tree_expand": ((level[0], root, lengths, int32([-1, 0, 1]), int32([-1, 1, 0]), int32([0, 1, 2])), {}),
         "tree_rerank": ((level[0], level[1], pool_parent, root), {"num_nodes": 40, "max_depth": 2}),
+        "warp_logits": ((logits,), {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.05}),
     }
 
 

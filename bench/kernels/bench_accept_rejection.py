@@ -1,0 +1,92 @@
+"""accept_rejection: time of recursive rejection on the device, against the walk in PyTorch with its synchronisations.
+
+Questions: does a step of 64 nodes over 128256 tokens stay under 80 us? What does a node's second rejection cost, which
+is a pass of one program over the vocabulary?
+
+    pytest bench/kernels/bench_accept_rejection.py --benchmark-only
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.bench import cost, shapes
+from specdec.bench.harness import BenchOp, Call, Provider
+from specdec.bench.shapes import StepShape
+from specdec.kernels.accept_rejection import accept_rejection
+from specdec.kernels.reference.accept_rejection import accept_rejection as accept_rejection_reference
+
+_NUM_LIKELY = 16
+
+
+def inner_nodes(shape: StepShape) -> list[int]:
+    """Nodes that have children: those that the drafter has a law for."""
+    return sorted({parent for parent in shape.tree.parents() if parent >= 0})
+
+
+def make_inputs(rejecting: bool, shape: StepShape, generator: torch.Generator) -> Call:
+    """Siblings drawn without replacement from a draft near the target; `rejecting` uniforms refuse almost all.
+
+    A few tokens have nearly all the mass, so that no decision hangs on the rounding of a sum.
+    """
+    device, vocab_size, num_nodes = generator.device, shape.model.vocab_size, shape.tree.num_nodes
+    rand = functools.partial(torch.rand, generator=generator, device=device)
+    randn = functools.partial(torch.randn, generator=generator, device=device)
+    inner, parents = inner_nodes(shape), shape.tree.parents()
+    draft_logits = randn(shape.batch, len(inner), vocab_size)
+    draft_logits[..., :: vocab_size // _NUM_LIKELY] += 25
+    logits = randn(shape.batch, num_nodes, vocab_size)
+    logits[..., :: vocab_size // _NUM_LIKELY] += 25
+    logits[:, inner] += draft_logits / 2
+
+    tokens = torch.zeros(shape.batch, num_nodes, dtype=torch.int32, device=device)
+    draft_row = torch.full((num_nodes,), -1, dtype=torch.int32, device=device)
+    for row, node in enumerate(inner):
+        children = [j for j, parent in enumerate(parents) if parent == node]
+        # the largest of logits plus Gumbel noise, in order, are draws without replacement
+        noise = -torch.log(-torch.log(rand(shape.batch, vocab_size).clamp(1e-7, 1 - 1e-7)))
+        tokens[:, children] = (draft_logits[:, row] + noise).topk(len(children), dim=-1).indices.int()
+        draft_row[node] = row
+    uniform = rand(shape.batch, num_nodes)
+    if rejecting:
+        uniform = 1 - uniform / 100
+    return Call(
+        args=(tokens, shape.tree.parent(device), logits, draft_logits, draft_row, uniform, rand(shape.batch)),
+        kwargs={"replacement": False, "max_depth": shape.tree.max_depth},
+    )
+
+
+def rejection_cost(shape: StepShape) -> cost.Cost:
+    """Cost at a shape."""
+    return cost.accept_rejection(
+        batch=shape.batch, num_nodes=shape.tree.num_nodes, num_draft_laws=len(inner_nodes(shape)),
+        max_depth=shape.tree.max_depth, vocab_size=shape.model.vocab_size, element_bytes=4,
+    )  # fmt: skip
+
+
+OPS = {
+    name: BenchOp(
+        name=f"accept_rejection_{name}",
+        make=functools.partial(make_inputs, name == "rejecting"),
+        definition=accept_rejection_reference,
+        providers={
+            "reference": Provider(functools.partial(accept_rejection_reference, upcast=False), capturable=False),
+            "triton": Provider(functools.partial(accept_rejection, backend="triton"), needs_gpu=True),
+        },
+        cost=rejection_cost,
+    )
+    for name in ("usual", "rejecting")
+}
+SHAPES = shapes.step_shapes(
+    models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[1:3], contexts=[2048]
+)
+
+
+@pytest.mark.parametrize("provider", ["reference", "triton"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", OPS)
+def bench_accept_rejection(benchmark: Any, kind: str, provider: str, shape: StepShape) -> None:
+    """Time one provider at one shape."""
+    OPS[kind].run(benchmark, provider, shape)

@@ -1,0 +1,182 @@
+"""Eager reference of kernels.sample_probs: the definition, and what CPU decoding runs."""
+
+import torch
+
+__all__ = ["sample_probs", "sample_race", "warp_logits"]
+
+_TILE, _LANES = 4096, 1024
+_MASK = 0xFFFFFFFF
+
+
+def warp_logits(
+    logits: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+    parent: torch.Tensor | None = None,
+    history: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    upcast: bool = True,
+) -> torch.Tensor:
+    """Process the logits of every node as transformers processes those of one sequence.
+
+    Shapes, dtypes and meaning are those of `specdec.kernels.sample_probs.warp_logits`; arguments are not checked.
+
+    Args:
+        logits: [B, N, V].
+        tokens: [B, N] int32 or None.
+        parent: [B or 1, N] int32 or None.
+        history: [B, H] int32 or None.
+        temperature: over 0.
+        top_k: tokens to keep, or None.
+        top_p: mass to keep, or None.
+        min_p: least share of the largest probability, or None.
+        repetition_penalty: over 0.
+        upcast: compute in float64, otherwise in float32.
+
+    Returns:
+        [B, N, V] float32, -inf outside the kept set.
+    """
+    x = logits.to(torch.float64 if upcast else torch.float32)
+    x = x.masked_fill(x.isnan(), float("-inf"))
+    if repetition_penalty != 1.0:
+        seen = _seen_tokens(x.shape, tokens, parent, history, x.device)
+        penalised = torch.where(x < 0, x * repetition_penalty, x / repetition_penalty)
+        x = torch.where(seen, penalised, x)
+    x = x / temperature
+    if top_k is not None:
+        least = x.topk(min(top_k, x.shape[-1]), dim=-1).values[..., -1:]
+        x = x.masked_fill(x < least, float("-inf"))
+    if top_p is not None and top_p < 1:
+        ordered, order = x.sort(dim=-1, descending=True)
+        probs = ordered.softmax(-1)
+        # the mass of strictly larger logits decides, so equal ones share their fate
+        above = probs.cumsum(-1) - probs
+        first_equal = torch.searchsorted(-ordered, -ordered)
+        kept = above.gather(-1, first_equal) < top_p
+        kept |= ordered == ordered[..., :1]
+        x = x.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), float("-inf"))
+    if min_p is not None:
+        probs = x.softmax(-1)
+        x = x.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), float("-inf"))
+    return x.float()
+
+
+def _seen_tokens(
+    shape: torch.Size,
+    tokens: torch.Tensor | None,
+    parent: torch.Tensor | None,
+    history: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """[B, N, V] bool: the token is in the row's history or on the path from the root to the node."""
+    batch, num_nodes, vocab_size = shape
+    seen = torch.zeros(shape, dtype=torch.bool, device=device)
+    for b in range(batch):
+        if history is not None:
+            known = [token for token in history[b].tolist() if 0 <= token < vocab_size]
+            seen[b, :, known] = True
+        if tokens is not None and parent is not None:
+            row, parents = tokens[b].tolist(), parent.expand(batch, -1)[b].tolist()
+            for n in range(num_nodes):
+                node = n
+                while node >= 0:
+                    if 0 <= row[node] < vocab_size:
+                        seen[b, n, row[node]] = True
+                    node = parents[node]
+    return seen
+
+
+def sample_race(
+    logits: torch.Tensor, row_ids: torch.Tensor, step: torch.Tensor, *, seed: int, upcast: bool = True
+) -> torch.Tensor:
+    """Draw one token per node by an exponential race.
+
+    Shapes, dtypes and meaning are those of `specdec.kernels.sample_probs.sample_race`; arguments are not checked.
+
+    Args:
+        logits: [B, N, V].
+        row_ids: [B] int32.
+        step: [1] int32.
+        seed: key of the generator.
+        upcast: compute in float64, otherwise in float32.
+
+    Returns:
+        [B, N] int32.
+    """
+    num_nodes, vocab_size = logits.shape[1:]
+    dtype = torch.float64 if upcast else torch.float32
+    v = torch.arange(vocab_size, device=logits.device)
+    node = torch.arange(num_nodes, device=logits.device)
+    counters = (
+        (v // _TILE * _LANES + v % _LANES)[None, None],
+        row_ids.long()[:, None, None] & _MASK,
+        step.long()[None, None] & _MASK,
+        node[None, :, None],
+    )
+    words = _philox(counters, seed)
+    word = torch.stack(words)[v % _TILE // _LANES, :, :, v].movedim(0, -1)
+    uniform = ((word.double() + 0.5) / 2**32).clamp(max=1 - 2**-24).to(dtype)
+    exponential = -torch.log1p(-uniform)  # E
+    x = logits.to(dtype)
+    x = x.masked_fill(x.isnan(), float("-inf"))
+    return (x - exponential.log()).argmax(-1).int()  # argmax p / E; the first of equal ones
+
+
+def _philox(counters: tuple[torch.Tensor, ...], seed: int) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-10 (Salmon et al. 2011): four words of 32 bits, in int64 tensors, for four counters."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counters)
+    key0, key1 = seed & _MASK, seed >> 32 & _MASK
+    for _ in range(10):
+        # products of two 32-bit words wrap around in int64, but keep their bits
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = (product1 >> 32 & _MASK) ^ c1 ^ key0, (product0 >> 32 & _MASK) ^ c3 ^ key1
+        c1, c3 = product1 & _MASK, product0 & _MASK
+        key0, key1 = key0 + 0x9E3779B9 & _MASK, key1 + 0xBB67AE85 & _MASK
+    return c0, c1, c2, c3
+
+
+def sample_probs(
+    logits: torch.Tensor,
+    row_ids: torch.Tensor,
+    step: torch.Tensor,
+    tokens: torch.Tensor | None,
+    parent: torch.Tensor | None,
+    history: torch.Tensor | None,
+    *,
+    seed: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    upcast: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Process the logits of every node and draw one token from each.
+
+    Args:
+        logits: [B, N, V].
+        row_ids: [B] int32.
+        step: [1] int32.
+        tokens: [B, N] int32 or None.
+        parent: [B or 1, N] int32 or None.
+        history: [B, H] int32 or None.
+        seed: key of the generator.
+        temperature: over 0.
+        top_k: tokens to keep, or None.
+        top_p: mass to keep, or None.
+        min_p: least share of the largest probability, or None.
+        repetition_penalty: over 0.
+        upcast: compute in float64, otherwise in float32.
+
+    Returns:
+        Tokens [B, N] int32 and processed logits [B, N, V] float32.
+    """
+    processed = warp_logits(
+        logits, tokens, parent, history, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, upcast=upcast,
+    )  # fmt: skip
+    return sample_race(processed, row_ids, step, seed=seed, upcast=upcast), processed

@@ -1,0 +1,233 @@
+"""kernels.accept_naive against its eager reference, and its emitted law against the target's."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import (
+    DEVICE,
+    FIELDS,
+    NUM_TREES,
+    assert_same,
+    assert_sample_has_law,
+    cell_middles,
+    int32,
+    random_limits,
+    random_logits,
+    random_parents,
+)
+
+from specdec.kernels.accept_naive import accept_naive
+from specdec.kernels.primitives import tiles_config
+from specdec.kernels.reference.accept_greedy import accept_greedy as greedy_reference
+from specdec.kernels.reference.accept_naive import accept_naive as reference
+
+
+def random_call(generator, *, batch=3, num_nodes=7, vocab=40, shared=True, dtype=torch.float32):
+    tokens = torch.randint(0, min(vocab, 4), (batch, num_nodes), generator=generator, dtype=torch.int32).to(DEVICE)
+    parent = random_parents(generator, num_nodes, rows=1 if shared else batch)
+    logits = random_logits(generator, batch, num_nodes, vocab, dtype=dtype)
+    return tokens, parent, logits, torch.rand(batch, num_nodes, generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 5, 300, 4096, 4097, 9000])
+def test_matches_the_reference(generator, vocab, dtype):
+    call = random_call(generator, vocab=vocab, dtype=dtype, shared=vocab % 2 == 0)
+    limits = random_limits(generator, 3)
+    assert_same(accept_naive(*call, **limits, backend="triton"), reference(*call, **limits))
+
+
+def test_decides_as_the_reference_on_many_trees(generator):
+    call = random_call(generator, batch=NUM_TREES, num_nodes=14, shared=False)
+    expected = reference(*call, max_depth=4)
+    assert_same(accept_naive(*call, max_depth=4, backend="triton"), expected)
+    assert expected.num_accepted.unique().numel() >= 3, "the trees are too easy or too hard to tell anything"
+
+
+# The law: a tree of four nodes, 0 - 1 - 3 and 0 - 2, over three tokens. A node's law depends on its path.
+LAW_PARENT = [[-1, 0, 0, 1]]
+LAW_TOKENS = [9, 0, 2, 1]
+LAW_PROBS = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5], [0.7, 0.1, 0.2]], dtype=torch.float64)
+NODE_BEHIND = {(): 0, (0,): 1, (2,): 2, (0, 1): 3}
+
+
+def all_cells():
+    """Uniforms for every combination of the nodes' draws, and the probability of each combination."""
+    middles = cell_middles(LAW_PROBS)
+    draws = torch.tensor(list(itertools.product(range(3), repeat=4)))
+    nodes = torch.arange(4)
+    return middles[nodes, draws], LAW_PROBS[nodes, draws].prod(1)
+
+
+def assert_emits_the_target_law(emitted, weights):
+    """Sum over all cells: P(a token | the tokens before it) is the target's, for each prefix that the tree has."""
+    for prefix, node in NODE_BEHIND.items():
+        law = torch.zeros(3, dtype=torch.float64)
+        for row, weight in zip(emitted.tolist(), weights, strict=True):
+            if tuple(row[: len(prefix)]) == prefix and len(row) > len(prefix) and row[len(prefix)] >= 0:
+                law[row[len(prefix)]] += weight
+        reach = math.prod(LAW_PROBS[NODE_BEHIND[prefix[:d]], token].item() for d, token in enumerate(prefix))
+        torch.testing.assert_close(law, reach * LAW_PROBS[node], rtol=0, atol=1e-12)
+
+
+def law_call(uniform, dtype):
+    batch = uniform.shape[0]
+    tokens = int32([LAW_TOKENS] * batch)
+    logits = LAW_PROBS.log().to(dtype).to(DEVICE).expand(batch, -1, -1)
+    return tokens, int32(LAW_PARENT), logits, uniform.to(dtype).to(DEVICE)
+
+
+def test_emits_exactly_the_target_law():
+    uniform, weights = all_cells()
+    verdict = reference(*law_call(uniform, torch.float64), max_depth=2)
+    assert_emits_the_target_law(verdict.emitted, weights)
+    assert_same(accept_naive(*law_call(uniform, torch.float32), max_depth=2, backend="triton"), verdict)
+
+
+def test_the_cells_of_the_law_have_their_size():
+    """The law above takes every cell as one draw; here both sides of every border are drawn."""
+    borders = LAW_PROBS.cumsum(-1)[:, :2]
+    for dtype, step in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        accept = reference if dtype == torch.float64 else accept_naive
+        backend = {} if dtype == torch.float64 else {"backend": "triton"}
+        for token, side in itertools.product(range(2), (-1, 1)):
+            uniform = (borders[:, token] + side * step)[None]
+            call = law_call(uniform, dtype)
+            drawn = int32([[token + (side > 0)] * 4])
+            assert_same(accept(*call, max_depth=2, **backend), greedy_reference(call[0], call[1], drawn, max_depth=2))
+
+
+def test_the_law_test_rejects_a_wrong_rule():
+    """Accepting any child whose token is at least as probable as the draw looks alike, and is not lossless."""
+    uniform, weights = all_cells()
+    tokens, parent, logits, uniform = law_call(uniform, torch.float64)
+    drawn = (logits.softmax(-1).cumsum(-1) > uniform[..., None]).int().argmax(-1)
+    p = logits.softmax(-1)
+    for node, child in ((0, 1), (1, 3)):
+        takes = p[:, node, LAW_TOKENS[child]] >= p[:, node].gather(1, drawn[:, node, None])[:, 0]
+        drawn[:, node] = torch.where(takes, LAW_TOKENS[child], drawn[:, node])
+    verdict = greedy_reference(tokens, parent, drawn.int(), max_depth=2)
+    with pytest.raises(AssertionError):
+        assert_emits_the_target_law(verdict.emitted, weights)
+
+
+@pytest.mark.parametrize("accept", ["reference", "triton"])
+def test_a_sample_of_a_larger_vocabulary_has_the_target_law(generator, accept):
+    num_rows = 20000 if accept == "reference" else 10 * NUM_TREES
+    vocab = 200 if accept == "reference" else 8
+    logits = random_logits(generator, 1, 2, vocab)
+    call = (
+        int32([[0, 1]]).expand(num_rows, -1),
+        int32([[-1, 0]]),
+        logits.expand(num_rows, -1, -1),
+        torch.rand(num_rows, 2, generator=generator).to(DEVICE),
+    )
+    verdict = (
+        reference(*call, max_depth=1) if accept == "reference" else accept_naive(*call, max_depth=1, backend=accept)
+    )
+    probs = logits[0].double().softmax(-1)
+    assert_sample_has_law(verdict.emitted[:, 0], probs[0])
+    assert_sample_has_law(verdict.emitted[verdict.num_accepted == 1, 1], probs[1])
+    with pytest.raises(AssertionError, match="chi-square"):
+        assert_sample_has_law(verdict.emitted[:, 0], (probs[0] ** 0.5) / (probs[0] ** 0.5).sum())
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_a_row_of_a_batch_is_the_row_alone(data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    call = random_call(
+        generator, num_nodes=data.draw(st.integers(1, 8)), vocab=data.draw(st.integers(1, 70)), shared=False
+    )
+    limits = random_limits(generator, 3)
+    together = accept_naive(*call, **limits, backend="triton")
+    b = data.draw(st.integers(0, 2))
+    alone_limits = {**limits, "budget": limits["budget"][b : b + 1]}
+    alone = accept_naive(*(tensor[b : b + 1] for tensor in call), **alone_limits, backend="triton")
+    for field in FIELDS:
+        assert torch.equal(getattr(alone, field)[0], getattr(together, field)[b])
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24, 1.0])
+def test_impossible_tokens_are_never_drawn(uniform):
+    logits = torch.full((1, 1, 5000), float("-inf"), device=DEVICE)
+    logits[0, 0, 40], logits[0, 0, 4500] = 0.0, 1.0
+    call = int32([[0]]), int32([[-1]]), logits, torch.full((1, 1), uniform, device=DEVICE)
+    for accept, kwargs in ((accept_naive, {"backend": "triton"}), (reference, {})):
+        assert accept(*call, max_depth=0, **kwargs).next_root.item() == (40 if uniform == 0 else 4500)
+
+
+def test_nan_counts_as_impossible_and_an_empty_row_yields_a_token():
+    logits = torch.full((2, 1, 6), float("nan"), device=DEVICE)
+    logits[0, 0, 3] = 1.0
+    call = int32([[0], [0]]), int32([[-1]]), logits, torch.full((2, 1), 0.5, device=DEVICE)
+    for accept, kwargs in ((accept_naive, {"backend": "triton"}), (reference, {})):
+        assert accept(*call, max_depth=0, **kwargs).next_root.tolist() == [3, 0]
+
+
+def test_strided_inputs_are_read_in_place(generator):
+    tokens, parent, logits, uniform = random_call(generator, num_nodes=12, vocab=64)
+    call = tokens[:, :7], parent[:, :7], logits[:, :7, :50], uniform[:, :7]
+    assert not call[2].is_contiguous()
+    assert_same(accept_naive(*call, max_depth=4, backend="triton"), reference(*call, max_depth=4))
+
+
+def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
+    call = random_call(generator, vocab=9000)
+    assert_same(accept_naive(*call, max_depth=4, backend="triton"), reference(*call, max_depth=4))
+    assert (2, 6, 2) in reversed_programs
+
+
+def test_a_batch_of_no_rows_gives_a_verdict_of_no_rows(generator):
+    tokens, parent, logits, uniform = random_call(generator)
+    call = tokens[:0], parent, logits[:0], uniform[:0]
+    for backend in ("triton", "reference"):
+        assert accept_naive(*call, max_depth=2, backend=backend).path.shape == (0, 3)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_replays_on_new_inputs(generator):
+    call = random_call(generator, vocab=5000)
+    accept_naive(*call, max_depth=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verdict = accept_naive(*call, max_depth=4)
+    call[3].copy_(call[3].flip(1))
+    graph.replay()
+    assert_same(verdict, reference(*call, max_depth=4))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"tokens": lambda t: t.long()}, TypeError, r"tokens: expected torch.int32, got torch.int64"),
+        ({"logits": lambda t: t.double()}, TypeError, r"logits: expected torch.float32 or .*, got torch.float64"),
+        ({"logits": lambda t: t[:, :3]}, ValueError, r"logits: expected shape \[3, 7, any\], got \[3, 3, 40\]"),
+        ({"logits": lambda t: t[..., :0]}, ValueError, r"logits: expected a vocabulary of at least one token"),
+        ({"logits": lambda t: t[..., ::2]}, ValueError, r"logits: expected stride 1 in the last dimension, got 2"),
+        ({"uniform": lambda t: t[:, 0]}, ValueError, r"uniform: expected shape \[3, 7\], got \[3\]"),
+        ({"uniform": lambda t: t.half()}, TypeError, r"uniform: expected torch.float32, got torch.float16"),
+        ({"uniform": lambda t: t.to("meta")}, ValueError, r"uniform: expected a tensor on"),
+        ({"max_depth": lambda _: -1}, ValueError, r"max_depth: expected 0 or more, got -1"),
+    ],
+)
+def test_wrong_arguments_are_named(generator, change, error, match):
+    args = dict(zip(("tokens", "parent", "logits", "uniform"), random_call(generator), strict=True)) | {"max_depth": 3}
+    for name, function in change.items():
+        args[name] = function(args[name])
+    with pytest.raises(error, match=match):
+        accept_naive(**args)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_tiles", "block_t", "block_v", "num_warps"),
+    [(1, 1, 1, 1, 1), (300, 1, 1, 512, 2), (4096, 1, 1, 4096, 4), (32000, 8, 8, 4096, 4), (128256, 32, 32, 4096, 4)],
+)
+def test_tiles_depend_on_the_vocabulary_alone(vocab_size, num_tiles, block_t, block_v, num_warps):
+    config = tiles_config(vocab_size)
+    assert config.blocks == {"NUM_TILES": num_tiles, "BLOCK_T": block_t, "BLOCK_V": block_v}
+    assert config.num_warps == num_warps

@@ -1,0 +1,242 @@
+"""kernels.accept_typical against its eager reference and against typical acceptance written out for all paths."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import (
+    DEVICE,
+    FIELDS,
+    NUM_TREES,
+    assert_same,
+    assert_sample_has_law,
+    int32,
+    random_limits,
+    random_logits,
+    random_parents,
+)
+
+from specdec.kernels.accept_typical import _launch_config, accept_typical
+from specdec.kernels.reference.accept_typical import accept_typical as reference
+
+RULE = {"threshold": 0.3, "alpha": 0.5}
+
+
+def random_call(generator, *, batch=3, num_nodes=9, vocab=40, shared=True, sampled=True, dtype=torch.float32):
+    tokens = torch.randint(0, min(vocab, 3), (batch, num_nodes), generator=generator, dtype=torch.int32).to(DEVICE)
+    parent = random_parents(generator, num_nodes, rows=1 if shared else batch)
+    logits = random_logits(generator, batch, num_nodes, vocab, common=3, dtype=dtype)
+    uniform = torch.rand(batch, generator=generator).to(DEVICE) if sampled else None
+    return tokens, parent, logits, uniform
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 300, 4097, 9000])
+def test_matches_the_reference(generator, vocab, dtype, sampled):
+    call = random_call(generator, vocab=vocab, dtype=dtype, sampled=sampled)
+    limits = random_limits(generator, 3, max_depth=3)
+    verdict = accept_typical(*call, **RULE, temperature=0.7, **limits, backend="triton")
+    assert_same(verdict, reference(*call, **RULE, temperature=0.7, **limits))
+
+
+def test_decides_as_the_reference_on_many_trees(generator):
+    call = random_call(generator, batch=NUM_TREES, num_nodes=12, shared=False)
+    expected = reference(*call, **RULE, max_depth=4)
+    assert_same(accept_typical(*call, **RULE, max_depth=4, backend="triton"), expected)
+    assert expected.num_accepted.unique().numel() >= 4, "the trees are too easy or too hard to tell anything"
+
+
+def best_path(tokens, parent, probs, *, threshold, alpha, max_depth):
+    """The rule of the paper over all root paths, in plain Python: longest, then most probable, then lowest."""
+    found = [((0, 0.0, 0), [0])]
+    for leaf in range(1, len(tokens)):
+        path = [leaf]
+        while path[0] > 0:
+            path.insert(0, parent[path[0]])
+        if path[0] != 0 or len(path) > max_depth + 1:
+            continue
+        total, typical = 0.0, True
+        for above, node in itertools.pairwise(path):
+            p = probs[above][tokens[node]]
+            entropy = -sum(mass * math.log(mass) for mass in probs[above] if mass > 0)
+            typical = typical and p > min(threshold, alpha * math.exp(-entropy))
+            total += math.log(p) if p > 0 else -math.inf
+        if typical:
+            found.append(((len(path) - 1, total, -leaf), path))
+    return max(found)[1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_the_path_is_the_longest_typical_one(data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    num_nodes, vocab = data.draw(st.integers(1, 12)), data.draw(st.integers(2, 30))
+    rule = {
+        "threshold": data.draw(st.sampled_from([0.05, 0.2, 0.6])),
+        "alpha": data.draw(st.sampled_from([0.1, 0.5, 2.0])),
+    }
+    max_depth = data.draw(st.integers(0, 4))
+    tokens, parent, logits, _ = random_call(generator, batch=1, num_nodes=num_nodes, vocab=vocab, sampled=False)
+    probs = (logits[0].double() / 0.8).softmax(-1).tolist()
+    expected = best_path(tokens[0].tolist(), parent[0].tolist(), probs, **rule, max_depth=max_depth)
+
+    verdict = accept_typical(
+        tokens, parent, logits, None, **rule, temperature=0.8, max_depth=max_depth, backend="triton"
+    )
+    assert [node for node in verdict.path[0].tolist() if node >= 0] == expected
+    assert verdict.next_root.item() == logits[0, expected[-1]].argmax().item()
+    emitted = [tokens[0, node].item() for node in expected[1:]] + [verdict.next_root.item()]
+    assert verdict.emitted[0].tolist() == emitted + [-1] * (max_depth + 1 - len(emitted))
+
+
+def one_test(p, entropy_of_rest):
+    """A tree of two nodes: token 0 has probability p, and 2**entropy_of_rest others share the rest."""
+    rest = 2**entropy_of_rest
+    logits = torch.tensor([p, *[(1 - p) / rest] * rest], dtype=torch.float64).log().float().to(DEVICE)
+    return int32([[9, 0]]), int32([[-1, 0]]), logits.expand(1, 2, -1), None
+
+
+@pytest.mark.parametrize("accept", ["triton", "reference"])
+def test_the_bound_falls_with_the_entropy(accept):
+    """One token of probability 0.1: typical beside 1024 others, not beside 2; a rule without H takes both or none."""
+    accept_op, kwargs = (accept_typical, {"backend": "triton"}) if accept == "triton" else (reference, {})
+    rule = {"threshold": 0.5, "alpha": 1.0, "max_depth": 1}
+    for entropy_of_rest, accepted in ((10, 1), (1, 0)):
+        assert accept_op(*one_test(0.1, entropy_of_rest), **rule, **kwargs).num_accepted.item() == accepted
+    # the threshold is always enough
+    rule["threshold"] = 0.09
+    assert accept_op(*one_test(0.1, 1), **rule, **kwargs).num_accepted.item() == 1
+
+
+@pytest.mark.parametrize("entropy_of_rest", [0, 3, 13], ids=["one tile", "one tile of 9", "three tiles"])
+def test_the_test_turns_at_its_bound(entropy_of_rest):
+    """alpha is put a little below and above p / exp(-H); 8193 tokens take three tiles."""
+    call = one_test(0.3, entropy_of_rest)
+    p = call[2][0, 0].double().softmax(-1)
+    ratio = (p[0] * (-(p * p.log()).sum()).exp()).item()
+    for factor, accepted in ((1 - 1e-5, 1), (1 + 1e-5, 0)):
+        rule = {"threshold": 1.0, "alpha": ratio * factor, "max_depth": 1}
+        assert accept_typical(*call, **rule, backend="triton").num_accepted.item() == accepted
+        assert reference(*call, **rule).num_accepted.item() == accepted
+
+
+def test_ties_go_to_the_more_probable_path_then_to_the_lower_node():
+    probs = torch.tensor([0.3, 0.5, 0.1, 0.1], device=DEVICE).log()
+    for backend in ("triton", "reference"):
+        for tokens, last in (([9, 0, 1, 0], 2), ([9, 0, 0, 0], 1), ([9, 2, 0, 0], 2)):
+            verdict = accept_typical(
+                int32([tokens]), int32([[-1, 0, 0, 0]]), probs.expand(1, 4, -1), None,
+                threshold=0.2, alpha=9.0, max_depth=1, backend=backend,
+            )  # fmt: skip
+            assert verdict.path.tolist() == [[0, last]]
+
+
+def test_the_next_root_is_a_sample_of_the_last_node(generator):
+    num_rows = 10 * NUM_TREES
+    logits = random_logits(generator, 1, 1, 8).expand(num_rows, -1, -1)
+    call = (
+        int32([[0]]).expand(num_rows, -1),
+        int32([[-1]]),
+        logits,
+        torch.rand(num_rows, generator=generator).to(DEVICE),
+    )
+    verdict = accept_typical(*call, **RULE, temperature=0.6, max_depth=0, backend="triton")
+    assert_sample_has_law(verdict.next_root, (logits[0, 0].double() / 0.6).softmax(-1))
+    with pytest.raises(AssertionError, match="chi-square"):
+        assert_sample_has_law(verdict.next_root, logits[0, 0].double().softmax(-1))
+
+
+def test_the_lowest_of_equal_logits_is_the_next_root():
+    logits = torch.zeros(1, 1, 9000, device=DEVICE)
+    logits[0, 0, [4500, 4501, 8999]] = 3.0
+    for backend in ("triton", "reference"):
+        verdict = accept_typical(int32([[0]]), int32([[-1]]), logits, None, **RULE, max_depth=0, backend=backend)
+        assert verdict.next_root.item() == 4500
+
+
+def test_nan_and_infinity_count_as_impossible():
+    logits = torch.full((2, 2, 6), float("nan"), device=DEVICE)
+    logits[0, :, 3], logits[0, :, 4] = 1.0, float("-inf")
+    call = int32([[9, 3], [9, 4]]), int32([[-1, 0]]), logits, None
+    for backend in ("triton", "reference"):
+        verdict = accept_typical(*call, **RULE, max_depth=1, backend=backend)
+        assert verdict.emitted.tolist() == [[3, 3], [0, -1]]
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_a_row_of_a_batch_is_the_row_alone(data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    call = random_call(generator, num_nodes=data.draw(st.integers(1, 12)), shared=False)
+    limits = random_limits(generator, 3)
+    together = accept_typical(*call, **RULE, **limits, backend="triton")
+    b = data.draw(st.integers(0, 2))
+    limits["budget"] = limits["budget"][b : b + 1]
+    alone = accept_typical(*(tensor[b : b + 1] for tensor in call), **RULE, **limits, backend="triton")
+    for field in FIELDS:
+        assert torch.equal(getattr(alone, field)[0], getattr(together, field)[b])
+
+
+def test_strided_inputs_are_read_in_place(generator):
+    tokens, parent, logits, uniform = random_call(generator, num_nodes=12, vocab=64)
+    call = tokens[:, :7], parent[:, :7], logits[:, :7, :50], uniform
+    limits = {**RULE, "max_depth": 4}
+    assert_same(accept_typical(*call, **limits, backend="triton"), reference(*call, **limits))
+
+
+def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
+    call = random_call(generator, vocab=9000)
+    limits = {**RULE, "max_depth": 4}
+    assert_same(accept_typical(*call, **limits, backend="triton"), reference(*call, **limits))
+    assert (2, 8, 2) in reversed_programs
+
+
+def test_a_batch_of_no_rows_gives_a_verdict_of_no_rows(generator):
+    tokens, parent, logits, uniform = random_call(generator)
+    for backend in ("triton", "reference"):
+        verdict = accept_typical(tokens[:0], parent, logits[:0], uniform[:0], **RULE, max_depth=2, backend=backend)
+        assert verdict.path.shape == (0, 3)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_replays_on_new_inputs(generator):
+    call = random_call(generator, vocab=5000)
+    accept_typical(*call, **RULE, max_depth=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verdict = accept_typical(*call, **RULE, max_depth=4)
+    call[0].copy_(call[0].flip(1))
+    graph.replay()
+    assert_same(verdict, reference(*call, **RULE, max_depth=4))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"tokens": lambda t: t[:, :0]}, ValueError, r"tokens: expected at least one node"),
+        ({"logits": lambda t: t[:1]}, ValueError, r"logits: expected shape \[3, 9, any\], got \[1, 9, 40\]"),
+        ({"uniform": lambda t: t[:1]}, ValueError, r"uniform: expected shape \[3\], got \[1\]"),
+        ({"temperature": lambda _: 0.0}, ValueError, r"temperature: expected more than 0, got 0.0"),
+        ({"threshold": lambda _: 1.5}, ValueError, r"threshold: expected 0 to 1, got 1.5"),
+        ({"alpha": lambda _: -0.1}, ValueError, r"alpha: expected 0 or more, got -0.1"),
+        ({"alpha": lambda _: float("nan")}, ValueError, r"alpha: expected 0 or more, got nan"),
+        ({"max_depth": lambda _: -1}, ValueError, r"max_depth: expected 0 or more, got -1"),
+    ],
+)
+def test_wrong_arguments_are_named(generator, change, error, match):
+    args = dict(zip(("tokens", "parent", "logits", "uniform"), random_call(generator), strict=True))
+    args |= {"max_depth": 3, "temperature": 1.0, **RULE}
+    for name, function in change.items():
+        args[name] = function(args[name])
+    with pytest.raises(error, match=match):
+        accept_typical(**args)
+
+
+def test_launch_config():
+    config = _launch_config(65, 5, 128256)
+    assert config.blocks == {"NUM_TILES": 32, "BLOCK_T": 32, "BLOCK_V": 4096, "BLOCK_N": 128, "BLOCK_D": 8}
+    assert config.num_warps == 4

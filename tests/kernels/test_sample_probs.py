@@ -1,0 +1,296 @@
+"""kernels.sample_probs against its eager reference, transformers' own processors and the law of a race."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import DEVICE, assert_sample_has_law, int32, random_logits, random_parents
+from tolerances import FLOOR
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec.kernels.reference import sample_probs as reference
+from specdec.kernels.sample_probs import _launch_config, sample_probs, sample_race, warp_logits
+
+SETTINGS = {
+    "nothing": {},
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 5},
+    "top-k of one": {"top_k": 1},
+    "top-k over all": {"top_k": 100_000},
+    "top-p": {"top_p": 0.8},
+    "top-p of nothing": {"top_p": 0.0},
+    "top-p of all": {"top_p": 1.0},
+    "min-p": {"min_p": 0.1},
+    "penalty": {"repetition_penalty": 1.5},
+    "all": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
+}
+
+
+def random_call(generator, *, batch=2, num_nodes=3, vocab=40, dtype=torch.float32):
+    logits = random_logits(generator, batch, num_nodes, vocab, dtype=dtype)
+    tokens = torch.randint(0, vocab, (batch, num_nodes), generator=generator, dtype=torch.int32).to(DEVICE)
+    history = torch.randint(-1, vocab, (batch, 11), generator=generator, dtype=torch.int32).to(DEVICE)
+    return logits, tokens, random_parents(generator, num_nodes), history
+
+
+def assert_same_kept(got, expected):
+    """The same tokens kept, and their logits equal up to fp32 rounding of a few operations."""
+    assert got.dtype == torch.float32
+    assert torch.equal(got == float("-inf"), expected == float("-inf"))
+    finite = expected > float("-inf")
+    error = (got[finite].double() - expected[finite].double()).abs().max().item()
+    assert error <= FLOOR[torch.float32] * expected[finite].abs().max().item()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("vocab", [7, 300, 5000])
+def test_matches_the_reference(generator, vocab, name):
+    call = random_call(generator, vocab=vocab)
+    assert_same_kept(
+        warp_logits(*call, **SETTINGS[name], backend="triton"), reference.warp_logits(*call, **SETTINGS[name])
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_matches_the_reference(generator, dtype):
+    call = random_call(generator, vocab=5000, dtype=dtype)
+    assert_same_kept(
+        warp_logits(*call, **SETTINGS["all"], backend="triton"), reference.warp_logits(*call, **SETTINGS["all"])
+    )
+
+
+def by_transformers(logits, ids, chosen):
+    steps = [
+        ("repetition_penalty", RepetitionPenaltyLogitsProcessor), ("temperature", TemperatureLogitsWarper),
+        ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper),
+    ]  # fmt: skip
+    scores = logits[None].float()
+    for name, processor in steps:
+        if name in chosen:
+            scores = processor(chosen[name])(ids[None].long(), scores)
+    return scores[0]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_node_is_processed_as_transformers_processes_its_own_sequence(generator, name):
+    """The sequence of a node is the row's history and the node's path."""
+    logits, tokens, _, history = random_call(generator, num_nodes=4, vocab=300)
+    parent, paths = int32([[-1, 0, 0, 2]]), [[0], [0, 1], [0, 2], [0, 2, 3]]
+    got = warp_logits(logits, tokens, parent, history, **SETTINGS[name], backend="triton")
+    for b in range(2):
+        for n, path in enumerate(paths):
+            ids = torch.cat([history[b][history[b] >= 0], tokens[b, path]]).cpu()
+            assert_same_kept(got[b, n].cpu(), by_transformers(logits[b, n].cpu(), ids, SETTINGS[name]))
+
+
+def test_equal_logits_are_kept_or_dropped_together():
+    """Four tokens share the place of the second: top-k keeps them as transformers does, top-p by the mass above."""
+    logits = torch.tensor([[[2.0, 1.0, 1.0, -0.0, 1.0, 1.0, 0.0]]], device=DEVICE)
+    second = [0, 1, 2, 4, 5]
+    for kept_by in ({"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.85}):
+        for backend in ("triton", "reference"):
+            kept = warp_logits(logits, **kept_by, backend=backend)[0, 0] > float("-inf")
+            assert kept.nonzero()[:, 0].tolist() == second, kept_by
+    # 0.0 and -0.0 are equal too
+    assert (warp_logits(logits, top_k=6, backend="triton") > float("-inf")).all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_top_k_and_top_p_are_what_they_say(data):
+    """Few levels of logits, so that most are tied."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    vocab = data.draw(st.integers(1, 60))
+    logits = torch.randint(-4, 4, (1, 1, vocab), generator=generator).float().to(DEVICE) / 2
+    top_k, top_p = data.draw(st.integers(1, vocab)), data.draw(st.floats(0.05, 0.97))
+    x = logits[0, 0].double()
+    larger = x[None, :] > x[:, None]  # [v, w]: w has a larger logit than v
+    kept = warp_logits(logits, top_k=top_k, backend="triton")[0, 0] > float("-inf")
+    assert torch.equal(kept, larger.sum(1) < top_k)
+    above = (larger * x.softmax(-1)).sum(1)
+    if ((above - top_p).abs() > 1e-6).all():
+        kept = warp_logits(logits, top_p=top_p, backend="triton")[0, 0] > float("-inf")
+        assert torch.equal(kept, above < top_p)
+
+
+def test_impossible_tokens_stay_impossible():
+    logits = torch.full((2, 1, 5000), float("nan"), device=DEVICE)
+    logits[0, 0, 4100], logits[0, 0, 8] = 1.0, float("-inf")
+    got = warp_logits(logits, top_k=3, top_p=0.5, min_p=0.1, backend="triton")
+    assert (got > float("-inf")).nonzero().tolist() == [[0, 0, 4100]]
+    sampled = sample_race(logits, int32([0, 1]), int32([0]), seed=1, backend="triton")
+    assert sampled.tolist() == [[4100], [0]]
+
+
+def test_tokens_outside_the_vocabulary_are_not_penalised(generator):
+    logits = random_logits(generator, 1, 1, 6)
+    got = warp_logits(logits, history=int32([[-1, 6, 99]]), repetition_penalty=2.0, backend="triton")
+    assert torch.equal(got, logits)
+
+
+def test_philox_gives_the_published_words():
+    """Known answers of Random123's own test file for philox4x32 with 10 rounds."""
+    zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2**32 - 1)
+    words = reference._philox((zero,) * 4, 0)
+    assert [f"{word.item():08x}" for word in words] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
+    words = reference._philox((ones,) * 4, 2**64 - 1)
+    assert [f"{word.item():08x}" for word in words] == ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 300, 1025, 9000])
+def test_races_end_as_in_the_reference(generator, vocab, dtype):
+    logits = random_logits(generator, 2, 5, vocab, dtype=dtype)
+    row_ids, step = int32([3, -9]), int32([2**30 + 5])
+    for seed in (0, 2**40 + 12345):
+        got = sample_race(logits, row_ids, step, seed=seed, backend="triton")
+        assert torch.equal(got, reference.sample_race(logits, row_ids, step, seed=seed))
+
+
+def test_a_draw_depends_on_its_names_and_not_on_its_place(generator):
+    logits = random_logits(generator, 1, 3, 500).expand(4, -1, -1)
+    row_ids = int32([5, 6, 7, 5])
+    draw = {"step": int32([1]), "seed": 11, "backend": "triton"}
+    together = sample_race(logits, row_ids, **draw)
+    alone = sample_race(logits[:1], row_ids[1:2], **draw)
+    assert torch.equal(together[1:2], alone)
+    assert torch.equal(together[0], together[3])
+    different = [
+        sample_race(logits, row_ids, **{**draw, "step": int32([2])}),
+        sample_race(logits, row_ids, **{**draw, "seed": 11 + 2**32}),
+        sample_race(logits, row_ids + 1, **draw),
+        together.flip(1),
+    ]
+    assert all(not torch.equal(together, other) for other in different)
+
+
+@pytest.mark.parametrize("race", ["reference", "triton"])
+def test_a_sample_has_the_law_of_its_logits(generator, race):
+    num_nodes = 20000 if race == "reference" or DEVICE == "cuda" else 400
+    logits = random_logits(generator, 1, 1, 12)
+    call = logits.expand(-1, num_nodes, -1), int32([4]), int32([0])
+    sampled = (reference.sample_race if race == "reference" else sample_race)(*call, seed=5)
+    probs = logits[0, 0].double().softmax(-1)
+    assert_sample_has_law(sampled[0], probs)
+
+
+def test_the_law_test_rejects_a_wrong_race(generator, monkeypatch):
+    """Uniform instead of exponential times: the most probable token wins too often."""
+    logits = random_logits(generator, 1, 1, 12)
+    call = logits.expand(-1, 20000, -1), int32([4]), int32([0])
+    monkeypatch.setattr(torch, "log1p", lambda x: x)
+    sampled = reference.sample_race(*call, seed=5)
+    with pytest.raises(AssertionError, match="chi-square"):
+        assert_sample_has_law(sampled[0], logits[0, 0].double().softmax(-1))
+
+
+def test_rare_tokens_win_as_often_as_they_should():
+    """3 million draws of a token of probability 1e-5: exponentials rounded near 0 would show."""
+    rare = torch.tensor([0.0, torch.tensor(1e-5).log()], device=DEVICE)
+    wins = 0
+    for step in range(3):
+        sampled = reference.sample_race(rare.expand(1, 10**6, -1), int32([0]), int32([step]), seed=3, upcast=False)
+        wins += int(sampled.sum())
+    assert 30 - 4 * 30**0.5 < wins < 30 + 4 * 30**0.5
+
+
+def test_sample_probs_is_both_in_turn(generator):
+    logits, tokens, parent, history = random_call(generator)
+    names = {"row_ids": int32([0, 1]), "step": int32([7])}
+    for backend in ("triton", "reference"):
+        sampled, processed = sample_probs(
+            logits, **names, tokens=tokens, parent=parent, history=history, seed=3, **SETTINGS["all"], backend=backend
+        )
+        expected = warp_logits(logits, tokens, parent, history, **SETTINGS["all"], backend=backend)
+        assert torch.equal(processed, expected)
+        assert torch.equal(sampled, sample_race(processed, **names, seed=3, backend=backend))
+        assert (processed.gather(2, sampled.long()[..., None]) > float("-inf")).all()
+
+
+def test_strided_inputs_are_read_in_place(generator):
+    logits, tokens, parent, history = random_call(generator, num_nodes=6, vocab=64)
+    call = logits[:, :4, :50], tokens[:, :4] % 50, parent[:, :4], history[:, :7]
+    assert not call[0].is_contiguous()
+    got = warp_logits(*call, **SETTINGS["all"], backend="triton")
+    assert got.is_contiguous()
+    assert_same_kept(got, reference.warp_logits(*call, **SETTINGS["all"]))
+
+
+def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
+    logits, tokens, parent, history = random_call(generator, vocab=5000)
+    names = {"row_ids": int32([0, 1]), "step": int32([7])}
+    args = {**names, "tokens": tokens, "parent": parent, "history": history, "seed": 3, **SETTINGS["all"]}
+    sampled, processed = sample_probs(logits, **args, backend="triton")
+    expected, expected_processed = reference.sample_probs(logits, **args)
+    assert_same_kept(processed, expected_processed)
+    assert torch.equal(sampled, expected)
+    assert (1, 2, 1) in reversed_programs
+
+
+def test_a_batch_of_no_rows_gives_no_rows(generator):
+    logits, tokens, parent, history = random_call(generator)
+    for backend in ("triton", "reference"):
+        sampled, processed = sample_probs(
+            logits[:0], int32([])[:0], int32([0]), tokens[:0], parent, history[:0], seed=0, top_k=4, backend=backend
+        )
+        assert (sampled.shape, processed.shape) == ((0, 3), (0, 3, 40))
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_draws_anew_at_every_step(generator):
+    logits, step = random_logits(generator, 2, 5, 5000), int32([0])
+    call = logits, int32([0, 1]), step
+    sample_race(*call, seed=3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sampled = sample_race(*call, seed=3)
+    step.fill_(9)
+    graph.replay()
+    assert torch.equal(sampled, reference.sample_race(*call, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"logits": torch.zeros(2, 3, 4, dtype=torch.float64)}, TypeError, r"logits: expected torch.float32 or"),
+        ({"logits": torch.zeros(3, 4)}, ValueError, r"logits: expected shape \[any, any, any\], got \[3, 4\]"),
+        ({"tokens": None}, ValueError, r"parent: expected None, as tokens"),
+        ({"parent": None}, ValueError, r"parent: expected a tensor, as tokens"),
+        ({"parent": torch.zeros(3, 3).int()}, ValueError, r"parent: expected 2 rows or 1, got shape \[3, 3\]"),
+        ({"tokens": torch.zeros(2, 2).int()}, ValueError, r"tokens: expected shape \[2, 3\], got \[2, 2\]"),
+        ({"history": torch.zeros(2, 5)}, TypeError, r"history: expected torch.int32, got torch.float32"),
+        ({"row_ids": torch.zeros(3).int()}, ValueError, r"row_ids: expected shape \[2\], got \[3\]"),
+        ({"step": torch.zeros(()).int()}, ValueError, r"step: expected shape \[1\], got \[\]"),
+        ({"seed": -1}, ValueError, r"seed: expected 0 to 2\*\*63 - 1, got -1"),
+        ({"temperature": 0.0}, ValueError, r"temperature: expected more than 0, got 0.0"),
+        ({"top_k": 0}, ValueError, r"top_k: expected 1 or more, got 0"),
+        ({"top_p": 1.1}, ValueError, r"top_p: expected 0 to 1, got 1.1"),
+        ({"min_p": -0.1}, ValueError, r"min_p: expected 0 to 1, got -0.1"),
+        ({"repetition_penalty": 0.0}, ValueError, r"repetition_penalty: expected more than 0, got 0.0"),
+    ],
+)
+def test_wrong_arguments_are_named(generator, change, error, match):
+    names = ("logits", "tokens", "parent", "history")
+    args = dict(zip(names, random_call(generator), strict=True)) | {
+        "row_ids": int32([0, 1]),
+        "step": int32([0]),
+        "seed": 0,
+    }
+    changed = {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in change.items()}
+    with pytest.raises(error, match=match):
+        sample_probs(**{**args, **changed})
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "block_v", "num_warps"), [(40, 64, 4), (2048, 2048, 8), (32000, 4096, 16), (128256, 4096, 16)]
+)
+def test_launch_config(vocab_size, block_v, num_warps):
+    config = _launch_config(vocab_size)
+    assert config.blocks == {"BLOCK_V": block_v, "BITS": 2}
+    assert config.num_warps == num_warps
