@@ -116,10 +116,11 @@ def _penalise_kernel(
 
 
 @triton.jit
-def _search(row_ptr, row_max, kept_from, goal, V, BY_MASS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Least key t such that the tokens with a key over t, of those from `kept_from` on, weigh less than `goal`.
+def _search(row_ptr, row_max, goal, V, BY_MASS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Least key t such that the tokens with a key over t weigh less than `goal`.
 
-    The key is found digit by digit of BITS bits, the weights over all values of a digit in one pass over the row.
+    The key is found digit by digit of BITS bits, the weights over all values of a digit in one pass over the row. What
+    weighs nothing or is below what an earlier bound keeps can only move t where it has no effect.
     """
     digits = tl.arange(0, 2**BITS)
     base = tl.full((), -(2**31), tl.int64)
@@ -132,7 +133,7 @@ def _search(row_ptr, row_max, kept_from, goal, V, BY_MASS: tl.constexpr, BITS: t
             offs_v = first + tl.arange(0, BLOCK_V)
             x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
             key = _order_key(x)
-            counts = (key[None, :] > bound[:, None]) & ((key >= kept_from) & (offs_v < V))[None, :]
+            counts = key[None, :] > bound[:, None]
             if BY_MASS:
                 weight += tl.sum(tl.where(counts, tl.exp(x - row_max)[None, :], 0.0), 1)
             else:
@@ -168,7 +169,7 @@ def _filter_kernel(
 
     kept_from = tl.full((), -(2**31), tl.int32)
     if HAS_TOP_K:
-        kept_from = _search(row_ptr, row_max, kept_from, top_k.to(tl.float32), V, False, BITS, BLOCK_V)
+        kept_from = _search(row_ptr, row_max, top_k.to(tl.float32), V, False, BITS, BLOCK_V)
     if HAS_TOP_P:
         mass = tl.zeros([BLOCK_V], tl.float32)
         for first in range(0, V, BLOCK_V):
@@ -176,7 +177,7 @@ def _filter_kernel(
             x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
             mass += tl.where(_order_key(x) >= kept_from, tl.exp(x - row_max), 0.0)
         goal = top_p * tl.sum(mass, 0)
-        by_mass = _search(row_ptr, row_max, kept_from, goal, V, True, BITS, BLOCK_V)
+        by_mass = _search(row_ptr, row_max, goal, V, True, BITS, BLOCK_V)
         kept_from = tl.maximum(kept_from, tl.minimum(by_mass, _order_key(largest)))
 
     for first in range(0, V, BLOCK_V):

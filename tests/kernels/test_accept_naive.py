@@ -48,6 +48,15 @@ def test_decides_as_the_reference_on_many_trees(generator):
     assert expected.num_accepted.unique().numel() >= 3, "the trees are too easy or too hard to tell anything"
 
 
+def test_draws_from_every_tile(generator):
+    logits = torch.randn(1, 30, 9000, generator=generator).to(DEVICE)
+    uniform = ((torch.arange(30) + torch.rand(30, generator=generator)) / 30).to(DEVICE)
+    call = int32([[0]]).expand(30, -1), int32([[-1]]), logits.view(30, 1, -1), uniform[:, None]
+    expected = reference(*call, max_depth=0)
+    assert (expected.next_root // 4096).unique().tolist() == [0, 1, 2]
+    assert_same(accept_naive(*call, max_depth=0, backend="triton"), expected)
+
+
 # The law: a tree of four nodes, 0 - 1 - 3 and 0 - 2, over three tokens. A node's law depends on its path.
 LAW_PARENT = [[-1, 0, 0, 1]]
 LAW_TOKENS = [9, 0, 2, 1]

@@ -62,6 +62,17 @@ def test_matches_the_reference(generator, vocab, dtype, replacement):
 
 
 @pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
+def test_a_law_is_whole_again_after_an_accepted_sibling(generator, replacement):
+    """The walk ends at its depth limit: the next root is drawn from p there, whatever was rejected on the way."""
+    call = list(random_call(generator, batch=NUM_TREES, num_nodes=4, replacement=replacement))
+    call[1] = int32([[-1, 0, 0, 0]])
+    call[0] = draw_tokens(generator, call[1], call[3], [0, -1, -1, -1], replacement)
+    expected = reference(*call, replacement=replacement, max_depth=1)
+    assert (expected.path[:, 1] > 1).sum() > NUM_TREES / 10
+    assert_same(accept_rejection(*call, replacement=replacement, max_depth=1, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
 def test_decides_as_the_reference_on_many_trees(generator, replacement):
     call = random_call(generator, batch=NUM_TREES, num_nodes=10, vocab=12, replacement=replacement, shared=False)
     expected = reference(*call, replacement=replacement, max_depth=4)
