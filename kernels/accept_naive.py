@@ -20,6 +20,8 @@ Numerics:   sums in fp32, so a draw can differ from the exact one where uniform 
             distribution function. A token of probability 0 is never drawn. NaN logits count as -inf
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -102,7 +104,7 @@ def accept_naive(
     (batch, num_nodes), device = tokens.shape, tokens.device
     check_logits("logits", logits, (batch, num_nodes, None), device)
     check_tensor("uniform", uniform, shape=(batch, num_nodes), dtype=torch.float32, device=device)
-    limits = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
+    limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
         return accept_naive_reference(tokens, parent, logits, uniform, **limits, upcast=False)
 

@@ -32,6 +32,8 @@ Numerics:   sums in fp32. Every mass is a sum of positive terms, so none cancels
             from exact ones where uniform lies within about 1e-6 of its threshold. NaN logits count as -inf
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -371,7 +373,7 @@ def accept_rejection(
     """
     check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
     _check_laws(tokens, logits, draft_logits, draft_row, uniform, uniform_final)
-    limits = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
+    limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
         return accept_rejection_reference(
             tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final,

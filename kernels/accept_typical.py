@@ -23,6 +23,8 @@ Numerics:   sums in fp32; H in nats. A test can differ from the exact one where 
             NaN logits count as -inf
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -241,7 +243,7 @@ def accept_typical(
         raise ValueError(f"threshold: expected 0 to 1, got {threshold}")
     if not alpha >= 0:
         raise ValueError(f"alpha: expected 0 or more, got {alpha}")
-    limits = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
+    limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
         return accept_typical_reference(
             tokens, parent, logits, uniform,
