@@ -28,6 +28,8 @@ Cost:       warp_logits reads the logits and writes fp32 once; each of top-k and
 Edges:      equal logits are kept or dropped together (transformers' top-p drops some of them). The largest logit is
             always kept. NaN counts as -inf; a row without a finite logit yields token 0
 Numerics:   fp32; of equal scores the lowest id wins. The bound of top-k is exact, those of top-p and min-p are in fp32
+
+Longer than most modules: processing and drawing share one set of definitions and are tested together.
 """
 
 import torch
@@ -119,8 +121,8 @@ def _penalise_kernel(
 def _search(row_ptr, row_max, goal, V, BY_MASS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr):
     """Least key t such that the tokens with a key over t weigh less than `goal`.
 
-    The key is found digit by digit of BITS bits, the weights over all values of a digit in one pass over the row. What
-    weighs nothing or is below what an earlier bound keeps can only move t where it has no effect.
+    The key is found digit by digit of BITS bits, the weights over all values of a digit in one pass over the row.
+    What weighs nothing, or is below an earlier bound, can only move t where it has no effect.
     """
     digits = tl.arange(0, 2**BITS)
     base = tl.full((), -(2**31), tl.int64)
