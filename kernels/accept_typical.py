@@ -82,10 +82,12 @@ def _typical_scores_kernel(
         offs_t = tl.arange(0, BLOCK_T)
         mask_t = offs_t < NUM_TILES
         # sum (x - M) / temperature * e^((x - M) / temperature): the tiles' own moments, moved from m_t to M
-        shift = (tl.load(max_ptr + row + offs_t, mask=mask_t, other=float("-inf")) - row_max) * inv_temperature
-        moment = tl.load(moment_ptr + row + offs_t, mask=mask_t, other=0.0) * tl.exp(shift)
-        moment = tl.sum(moment + tl.where(masses > 0.0, shift * masses, 0.0), 0)
+        shift = (tl.load(max_ptr + row + offs_t, mask=mask_t, other=0.0) - row_max) * inv_temperature
+        shift = tl.where(masses > 0.0, shift, 0.0)  # 0 * -inf is NaN, its limit is 0
+        moment = tl.load(moment_ptr + row + offs_t, mask=mask_t, other=0.0) * tl.exp(shift) + shift * masses
+        moment = tl.sum(tl.where(masses > 0.0, moment, 0.0), 0)
         total = tl.sum(masses, 0)
+        total = tl.where(total > 0.0, total, 1.0)
         entropy = tl.log(total) - moment / total
 
         token = tl.load(tokens_ptr + b * stride_tb + j)

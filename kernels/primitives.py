@@ -125,7 +125,7 @@ def _softmax_tiles_kernel(
     tl.store(sum_ptr + out, tl.sum(e, 0))
     if moment_ptr is not None:
         # 0 * -inf is NaN, its limit is 0
-        tl.store(moment_ptr + out, tl.sum(tl.where(e > 0.0, scaled * e, 0.0), 0))
+        tl.store(moment_ptr + out, tl.sum(tl.where(e > 0.0, scaled, 0.0) * e, 0))
 
 
 def tiles_config(vocab_size: int) -> LaunchConfig:

@@ -23,8 +23,8 @@ Shapes:     B requests, N nodes, V vocabulary, H tokens of history
             sampled    [B, N]        int32
 Random:     E_v = -log(1 - u), u from word v % 4096 // 1024 of Philox with the key seed and the counter
             (v // 4096 * 1024 + v % 1024, row id, step, node): nothing depends on the place in the batch
-Cost:       warp_logits reads the logits and writes fp32 once; each of top-k and top-p searches its bound in 16 passes
-            over the row, from the cache. sample_race reads its logits once. Bandwidth-bound without a search
+Cost:       warp_logits reads the logits and writes fp32 once, sample_race reads once: bandwidth-bound. Each search, for
+            top-k and for top-p, passes over the row 16 times more, in the cache
 Edges:      equal logits are kept or dropped together (transformers' top-p drops some of them). The largest logit is
             always kept. NaN counts as -inf; a row without a finite logit yields token 0
 Numerics:   fp32; of equal scores the lowest id wins. The bound of top-k is exact, those of top-p and min-p are in fp32

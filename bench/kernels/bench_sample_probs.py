@@ -59,7 +59,7 @@ def op_cost(function: Any, shape: StepShape) -> cost.Cost:
 
 
 WARP = BenchOp(
-    name="warp_logits",
+    name="sample_probs_warp",
     make=make_warp_inputs,
     definition=reference.warp_logits,
     providers={
@@ -72,7 +72,7 @@ WARP = BenchOp(
     outputs=finite,
 )
 RACE = BenchOp(
-    name="sample_race",
+    name="sample_probs_race",
     make=make_race_inputs,
     definition=reference.sample_race,
     providers={

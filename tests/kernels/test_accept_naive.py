@@ -48,6 +48,11 @@ def test_decides_as_the_reference_on_many_trees(generator):
     assert expected.num_accepted.unique().numel() >= 3, "the trees are too easy or too hard to tell anything"
 
 
+def test_large_trees_are_walked_as_in_the_reference(generator):
+    call = random_call(generator, batch=1, num_nodes=300, vocab=6)
+    assert_same(accept_naive(*call, max_depth=9, backend="triton"), reference(*call, max_depth=9))
+
+
 def test_draws_from_every_tile(generator):
     logits = torch.randn(1, 30, 9000, generator=generator).to(DEVICE)
     uniform = ((torch.arange(30) + torch.rand(30, generator=generator)) / 30).to(DEVICE)

@@ -61,6 +61,12 @@ def test_matches_the_reference(generator, vocab, dtype, replacement):
     assert_same(accept_rejection(*call, **limits, backend="triton"), reference(*call, **limits))
 
 
+def test_large_trees_are_walked_as_in_the_reference(generator):
+    call = random_call(generator, batch=1, num_nodes=300, vocab=400)
+    limits = {"replacement": False, "max_depth": 9}
+    assert_same(accept_rejection(*call, **limits, backend="triton"), reference(*call, **limits))
+
+
 @pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
 def test_a_law_is_whole_again_after_an_accepted_sibling(generator, replacement):
     """The walk ends at its depth limit: the next root is drawn from p there, whatever was rejected on the way."""

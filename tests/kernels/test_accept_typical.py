@@ -50,6 +50,11 @@ def test_decides_as_the_reference_on_many_trees(generator):
     assert expected.num_accepted.unique().numel() >= 4, "the trees are too easy or too hard to tell anything"
 
 
+def test_large_trees_are_judged_as_in_the_reference(generator):
+    call = random_call(generator, batch=1, num_nodes=300)
+    assert_same(accept_typical(*call, **RULE, max_depth=9, backend="triton"), reference(*call, **RULE, max_depth=9))
+
+
 def best_path(tokens, parent, probs, *, threshold, alpha, max_depth):
     """The rule of the paper over all root paths, in plain Python: longest, then most probable, then lowest."""
     found = [((0, 0.0, 0), [0])]
@@ -112,16 +117,27 @@ def test_the_bound_falls_with_the_entropy(accept):
     assert accept_op(*one_test(0.1, 1), **rule, **kwargs).num_accepted.item() == 1
 
 
-@pytest.mark.parametrize("entropy_of_rest", [0, 3, 13], ids=["one tile", "one tile of 9", "three tiles"])
-def test_the_test_turns_at_its_bound(entropy_of_rest):
-    """alpha is put a little below and above p / exp(-H); 8193 tokens take three tiles."""
-    call = one_test(0.3, entropy_of_rest)
+def assert_turns_at_the_bound(call):
+    """alpha is put a little below and above p / exp(-H)."""
     p = call[2][0, 0].double().softmax(-1)
-    ratio = (p[0] * (-(p * p.log()).sum()).exp()).item()
+    ratio = (p[0] * (-torch.xlogy(p, p).sum()).exp()).item()
     for factor, accepted in ((1 - 1e-5, 1), (1 + 1e-5, 0)):
         rule = {"threshold": 1.0, "alpha": ratio * factor, "max_depth": 1}
         assert accept_typical(*call, **rule, backend="triton").num_accepted.item() == accepted
         assert reference(*call, **rule).num_accepted.item() == accepted
+
+
+@pytest.mark.parametrize("entropy_of_rest", [0, 3, 13], ids=["two tokens", "9 tokens", "8193 tokens in three tiles"])
+def test_the_test_turns_at_its_bound(entropy_of_rest):
+    assert_turns_at_the_bound(one_test(0.3, entropy_of_rest))
+
+
+@pytest.mark.parametrize("other_tiles", [-20.0, -300.0, float("-inf")])
+def test_tiles_of_little_or_no_mass_add_nothing_to_the_entropy(generator, other_tiles):
+    """At -300 the mass of a tile underflows, but not the moment that it was given on its own."""
+    logits = torch.randn(1, 1, 9000, generator=generator)
+    logits[..., 0], logits[..., 4096:] = 5.0, logits[..., 4096:] + other_tiles
+    assert_turns_at_the_bound((int32([[9, 0]]), int32([[-1, 0]]), logits.to(DEVICE).expand(1, 2, -1), None))
 
 
 def test_ties_go_to_the_more_probable_path_then_to_the_lower_node():
