@@ -89,7 +89,6 @@ class Target:
         _check_model(model)
         config = model.config.get_text_config(decoder=True)
         self.model = model
-        self.tap_layers = tuple(tap_layers)
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = model.dtype
         self.backend: Backend = resolve_backend(torch.empty(0, device=self.device), backend)
@@ -102,11 +101,10 @@ class Target:
         self.vocab_size: int = head.out_features
         self.max_positions: int = config.max_position_embeddings
         self.sliding_window: int | None = _sliding_window(config)
-        bad_taps = [layer for layer in self.tap_layers if not 0 <= layer < self.num_layers]
-        if bad_taps:
-            raise ValueError(f"tap_layers: expected layers between 0 and {self.num_layers - 1}, got {bad_taps}")
         self._hidden: list[torch.Tensor] = []
-        self._taps: list[list[torch.Tensor]] = [[] for _ in self.tap_layers]
+        self._taps: list[list[torch.Tensor]] = []
+        self.tap_layers: tuple[int, ...] = ()
+        self.tap(tap_layers)
         if config.model_type not in CHECKED_FAMILIES and model not in _COMPARED:
             self._compare_with_own_forward()
             _COMPARED.add(model)
@@ -123,6 +121,22 @@ class Target:
             device=self.device,
             backend=self.backend,
         )
+
+    def tap(self, layers: Sequence[int]) -> list[int]:
+        """Let every later pass also give the outputs of these decoder layers (0-based).
+
+        Returns:
+            Per layer, its place in the `taps` of a pass; places given out earlier stay.
+
+        Raises:
+            ValueError: a layer that the model does not have.
+        """
+        bad = [layer for layer in layers if not 0 <= layer < self.num_layers]
+        if bad:
+            raise ValueError(f"tap_layers: expected layers between 0 and {self.num_layers - 1}, got {bad}")
+        self.tap_layers += tuple(dict.fromkeys(layer for layer in layers if layer not in self.tap_layers))
+        self._taps = [[] for _ in self.tap_layers]
+        return [self.tap_layers.index(layer) for layer in layers]
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -178,10 +192,10 @@ class Target:
             end = start + chunk.shape[1]
             ends_here = (last >= start) & (last < end)  # rows whose last token lies in this chunk
             columns, column_of_row = torch.unique((last - start).clamp(0, chunk.shape[1] - 1), return_inverse=True)
-            window_pass = PromptPass(
+            model_pass = PromptPass(
                 start=start, num_tokens=chunk.shape[1], batch_size=chunk.shape[0], device=self.device
             )
-            output = self._forward(chunk, window_pass.positions, window_pass, cache, logits_to_keep=columns)
+            output = self._forward(chunk, model_pass.positions, model_pass, cache, logits_to_keep=columns)
             chunk_logits = output.gather(1, column_of_row[:, None, None].expand(-1, 1, output.shape[-1]))[:, 0]
             logits = chunk_logits if logits is None else torch.where(ends_here[:, None], chunk_logits, logits)
             chunk_hidden, chunk_taps = self._take_states()
@@ -229,18 +243,18 @@ class Target:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        window_pass: PromptPass | TreePass,
+        model_pass: PromptPass | TreePass,
         cache: KVCache,
         logits_to_keep: int | torch.Tensor,
     ) -> torch.Tensor:
-        cache.write_to(window_pass.slots)
+        cache.write_to(model_pass.slots)
         output = self.model(
             input_ids=tokens,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
-            specdec_pass=window_pass,
+            specdec_pass=model_pass,
         )
         return output.logits
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.acceptance import AcceptanceRule, AcceptanceStats, Greedy
+from specdec.candidates import Choose, TopK
 from specdec.draft_tree import DraftTree
 from specdec.drafters.base import Drafter, Prompt
 from specdec.drafters.none import NoDrafter
@@ -106,6 +107,7 @@ class Decoder:
         self.drafter = NoDrafter() if drafter is None else drafter
         self.backend = self.target.backend
         self.acceptance: AcceptanceRule = Greedy(backend=self.backend) if acceptance is None else acceptance
+        self.choose: Choose = TopK()
         window = self.target.sliding_window
         if window is not None and self.drafter.shape.max_depth >= window:
             raise ValueError(
@@ -172,7 +174,7 @@ class Decoder:
     ) -> tuple[Verdict, DraftTree]:
         """One step. Emits `num_accepted + 1` tokens per running row."""
         with timer.phase("draft"):
-            tree = self.drafter.draft(state.root, state.cache.lengths)
+            tree = self.drafter.draft(state.root, state.cache.lengths, self.choose)
         with timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
         with timer.phase("verify"):

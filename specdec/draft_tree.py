@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from specdec.candidates import Candidates
 from specdec.kernels.launch import Backend
 from specdec.kernels.tree_expand import tree_expand
 from specdec.trees import TreeShape
@@ -26,6 +27,8 @@ class DraftTree:
         ancestors: [B or 1, N, ceil(N / 32)] int32 words; bit j of row i says that node i may attend to node j.
         reach: [B] int32, depth of the deepest proposed node of each row; 0 when nothing was proposed.
         max_depth: largest depth that any step of this drafter can have.
+        laws: [B, M, V] logits of the laws that the tokens were drawn from; None if they were not drawn.
+        law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
     """
 
     tokens: torch.Tensor
@@ -34,6 +37,8 @@ class DraftTree:
     ancestors: torch.Tensor
     reach: torch.Tensor
     max_depth: int
+    laws: torch.Tensor | None = None
+    law_row: torch.Tensor | None = None
 
 
 class TreeTemplate:
@@ -63,30 +68,43 @@ class TreeTemplate:
         inner = sorted(set(shape.parent) - {-1})  # nodes with children
         if rows == "depth":
             row = depth - 1
+            law_row = np.where(np.isin(np.arange(shape.num_nodes), inner), depth, -1)
         else:
             row_of = {node: index for index, node in enumerate(inner)}
             row = np.array([row_of.get(node, -1) for node in shape.parent], dtype=np.int32)
+            law_row = np.array([row_of.get(node, -1) for node in range(shape.num_nodes)], dtype=np.int32)
         self.shape = shape
         self.backend = backend
         self.num_rows = shape.max_depth if rows == "depth" else len(inner)
         self.row = table(row)
+        self.law_row = table(law_row)
         self.rank = table(shape.rank)
         self.node_depth = table(depth)
         self.parent = table(parent)[None]
         self.depth = self.node_depth[None]
         self.ancestors = table(shape.ancestor_words)[None]
 
-    def expand(self, candidates: torch.Tensor, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
+    def expand(self, candidates: Candidates, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
         """Fill the tree.
 
         Args:
-            candidates: [B, M, R] int32 or int64 top-k lists, best first; M as `rows` says, R > the largest rank.
+            candidates: M lists, as `rows` says, of more tokens than the largest rank.
             root: [B] int32 last emitted token.
             lengths: [B] int32 committed tokens per row.
         """
-        tokens, _ = tree_expand(candidates, root, lengths, self.row, self.rank, self.node_depth, backend=self.backend)
-        reach = torch.full_like(root, self.shape.max_depth)
-        return DraftTree(tokens, self.parent, self.depth, self.ancestors, reach, self.shape.max_depth)
+        tokens, _ = tree_expand(
+            candidates.tokens, root, lengths, self.row, self.rank, self.node_depth, backend=self.backend
+        )
+        return DraftTree(
+            tokens,
+            self.parent,
+            self.depth,
+            self.ancestors,
+            reach=torch.full_like(root, self.shape.max_depth),
+            max_depth=self.shape.max_depth,
+            laws=candidates.laws,
+            law_row=None if candidates.laws is None else self.law_row,
+        )
 
     def expand_chain(self, continuation: torch.Tensor, num_tokens: torch.Tensor, root: torch.Tensor) -> DraftTree:
         """Fill a chain of which each row uses its own first `num_tokens` nodes.

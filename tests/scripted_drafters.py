@@ -31,7 +31,7 @@ class Scripted(Drafter):
     def start(self, prompt, output):
         self.prompt_lengths = prompt.lengths.tolist()
 
-    def draft(self, root, lengths):
+    def draft(self, root, lengths, choose):
         tokens = []
         for row, length in enumerate(lengths.tolist()):
             done = length - self.prompt_lengths[row]  # emitted tokens before the root

@@ -24,8 +24,8 @@ def record_drafts(drafter):
     """Keep every tree and the length of each row at that moment."""
     drafts, draft = [], drafter.draft
 
-    def recording(root, lengths):
-        tree = draft(root, lengths)
+    def recording(root, lengths, choose):
+        tree = draft(root, lengths, choose)
         drafts.append((tree, lengths.tolist()))
         return tree
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree
 from specdec.kernels.verdict import Verdict
 from specdec.models.target import PrefillOutput, Target, TargetOutput
@@ -60,12 +61,13 @@ class Drafter(ABC):
         """Begin a generation: the target has run the prompt and nothing was emitted yet."""
 
     @abstractmethod
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
         """Propose.
 
         Args:
             root: [B] int32 last emitted token, at position `lengths`.
             lengths: [B] int32 committed tokens per row.
+            choose: how logits become candidates; not for drafters without a network.
         """
 
     @abstractmethod

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from specdec.candidates import Candidates, Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Drafter, Prompt
 from specdec.kernels.verdict import Verdict
@@ -74,17 +75,17 @@ class DraftModel(Drafter):
         last = (prompt.lengths.long() - 1)[:, None]
         self._previous = prompt.tokens.gather(1, last)[:, 0].int()
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
-        """One pass per level; the children of a node are its top-k tokens."""
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+        """One pass per level; every node with children has its own list of candidates."""
         self._root = root
         candidates = []
         tokens = torch.stack((self._previous, root), 1)
         for level in self._levels:
             output = self.network.score(tokens, level.depth, level.ancestors, self._cache, first_node=level.first_node)
-            top = output.logits[:, level.parents].topk(self._num_ranks, dim=-1).indices  # [B, parents, R]
-            candidates.append(top)
-            tokens = top.flatten(1)[:, level.next_inputs]
-        return self._template.expand(torch.cat(candidates, 1), root, lengths)
+            chosen = choose(output.logits[:, level.parents], self._num_ranks)
+            candidates.append(chosen)
+            tokens = chosen.tokens.flatten(1)[:, level.next_inputs]
+        return self._template.expand(Candidates.cat(candidates), root, lengths)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:  # noqa: ARG002 - interface
         """Keep the accepted nodes' keys and values, all but the last accepted one's, which is fed again."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Drafter, Prompt
 from specdec.kernels.verdict import Verdict
@@ -56,10 +57,10 @@ class Medusa(Drafter):
         self._hidden = output.last_hidden(prompt.lengths)
         self._rows = torch.arange(prompt.lengths.shape[0], device=prompt.lengths.device)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
-        """Top-k of every head, laid out as the tree."""
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+        """Candidates of every head, laid out as the tree."""
         logits = self.heads(self._hidden, num_heads=self.shape.max_depth)
-        return self._template.expand(logits.topk(self._num_ranks, dim=-1).indices, root, lengths)
+        return self._template.expand(choose(logits, self._num_ranks), root, lengths)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the state at the last accepted node; the next root is the token after it."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Drafter, Prompt
 from specdec.kernels.verdict import Verdict
@@ -31,7 +32,7 @@ class NoDrafter(Drafter):
         """Remember that no row is offered anything."""
         self._reach = torch.zeros_like(prompt.lengths)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:  # noqa: ARG002 - interface
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:  # noqa: ARG002 - interface
         """The root alone."""
         table = self._template
         return DraftTree(root[:, None], table.parent, table.depth, table.ancestors, self._reach, max_depth=0)

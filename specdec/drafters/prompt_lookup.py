@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Drafter, Prompt
 from specdec.kernels.verdict import Verdict
@@ -57,7 +58,7 @@ class PromptLookup(Drafter):
         self._columns = columns
         self._emitted_columns = columns[: reach + 1]
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:  # noqa: ARG002 - interface
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:  # noqa: ARG002 - interface
         """Look the end of the text, root included, up in the text before it."""
         self._append(root[:, None], torch.ones_like(root))
         width = self._text.shape[1]
