@@ -63,16 +63,22 @@ class Provider:
     capturable: bool = True
 
 
-def compiled(function: Callable[..., Any]) -> Provider:
+def compiled(function: Callable[..., Any], *, eager_on_cpu: bool = False) -> Provider:
     """A provider that runs PyTorch's compiler on an eager function; on a GPU only.
 
     Args:
         function: what to compile, for static shapes.
+        eager_on_cpu: without a GPU run the function as it is instead of skipping it, so that its result is checked.
 
     Returns:
         The provider. Nothing is compiled, and no compiler imported, before it runs.
     """
-    return Provider(lambda *args, **kwargs: _compile(function)(*args, **kwargs), needs_gpu=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = function if eager_on_cpu and not torch.cuda.is_available() else _compile(function)
+        return chosen(*args, **kwargs)
+
+    return Provider(call, needs_gpu=not eager_on_cpu)
 
 
 @functools.cache

@@ -22,11 +22,15 @@ from specdec.bench.shapes import TINY, StepShape, TreeSize
 
 __all__ = ["OPS", "main"]
 
-OPS = ("tree_attention", "kv_compact", "skinny_linear", "draft_heads", "lm_head_topk", "tree_rerank")
-"""By the names of their benchmarks: merges by the last to arrive, moves in place, reads of what the program stored."""
+OPS = (
+    "tree_attention", "kv_compact", "skinny_linear", "draft_heads", "lm_head_topk", "accept_rejection", "tree_rerank",
+    "accept_typical", "sample_probs", "rope_kv_write",
+)  # fmt: skip
+"""By the names of their benchmarks: merges by the last to arrive, changes in place, reads of what the program stored,
+loads through shared memory ahead of their use (accept_rejection), and gathers there (accept_typical)."""
 
-# keys and columns enough to be split, and few enough for a detector that slows the GPU down a hundredfold
-_MODEL = replace(TINY, name="tiny-wide", hidden_size=1024, intermediate_size=1024)
+# keys, columns and vocabulary enough to be split, and few enough for a detector that slows the GPU down a hundredfold
+_MODEL = replace(TINY, name="tiny-wide", hidden_size=1024, intermediate_size=1024, vocab_size=8192)
 _SHAPE = StepShape(_MODEL, batch=2, tree=TreeSize(16, 3), context=600, dtype=torch.float16)
 
 

@@ -130,6 +130,9 @@ def _sampling_cases() -> dict[str, Launch]:
         found[_name("sample_probs", model, _WIDE, fp32)] = _sample_probs(model, _WIDE)
     found[_name("accept_typical_argmax", model, _WIDE, fp32)] = _accept_typical(model, _WIDE, sampled=False)
     found[_name("accept_rejection_replacement", model, _WIDE, fp32)] = _accept_rejection(model, _WIDE, replacement=True)
+    found[_name("accept_naive", model, _LARGEST, fp32)] = _accept_naive(model, _LARGEST)
+    found[_name("accept_typical", model, _LARGEST, fp32)] = _accept_typical(model, _LARGEST, sampled=True)
+    found[_name("accept_rejection", model, _LARGEST, fp32)] = _accept_rejection(model, _LARGEST, replacement=False)
     return found
 
 
@@ -153,6 +156,9 @@ def _weight_cases() -> dict[str, Launch]:
         found[_name("lm_head_topk_sampling", model, _WIDE, dtype)] = _lm_head_topk(
             model, _WIDE.num_nodes, dtype, num_heads=1, k=32, store_logits=True
         )
+    # a vocabulary that no tile divides, and rows whose stride is no multiple of 16 elements
+    odd = replace(LLAMA_2_7B, name="odd-sizes", hidden_size=4095, vocab_size=32001)
+    found[_name("lm_head_topk", odd, None, bf16)] = _lm_head_topk(odd, 1, bf16, num_heads=4, k=10)
     # 128 rows, the most that a tile holds
     found["skinny_linear/Llama-2-7B/n128/bfloat16"] = _skinny_linear(LLAMA_2_7B, 128, bf16)
     found["draft_heads_concat/Llama-2-7B/n128/bfloat16"] = _draft_heads_concat(LLAMA_2_7B, 128, bf16)

@@ -30,7 +30,7 @@ import triton.language as tl
 from specdec.kernels import library
 from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
-from specdec.kernels.primitives import store_verdict
+from specdec.kernels.primitives import load_parents, store_verdict
 from specdec.kernels.reference.accept_greedy import accept_greedy as accept_greedy_reference
 from specdec.kernels.verdict import Verdict
 from specdec.kernels.walk import check_walk, empty_verdict
@@ -62,13 +62,12 @@ def _accept_greedy_kernel(
     b = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
-    parent = tl.load(parent_ptr + b * stride_pb + offs_n, mask=mask_n, other=-1)  # [BLOCK_N]
+    parent = load_parents(parent_ptr + b * stride_pb, offs_n, mask_n)  # [BLOCK_N]
     token = tl.load(tokens_ptr + b * stride_tb + offs_n, mask=mask_n, other=-1)
 
     has_parent = parent >= 0
-    wanted = tl.load(
-        target_ptr + b * stride_gb + parent, mask=has_parent, other=-1
-    )  # the target's choice at the parent
+    # the target's choice at the parent
+    wanted = tl.load(target_ptr + b * stride_gb + parent, mask=has_parent, other=-1)
     follows = has_parent & (token == wanted)
 
     # -1 ends the walk: no node that follows has parent -1, so it stays -1
@@ -109,11 +108,12 @@ def accept_greedy(
 
     Every unfinished request emits the accepted tokens and one more, the target's choice after them; a stop token and
     the last token of the budget end the emission exactly there. Among siblings with the same token the lowest-numbered
-    one is taken. `parent[j] < j` is not checked.
+    one is taken.
 
     Args:
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding.
+        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
+            CPU only; on a GPU a node with another parent counts as padding.
         target_tokens: [B, N] int32, the target's choice after every node.
         max_depth: largest depth of any node (the root has depth 0); the walk goes no deeper.
         budget: [B] int32, how many tokens each request may still emit; 0 or less marks a finished one. None: no limit.
@@ -125,7 +125,8 @@ def accept_greedy(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, an empty tree, a negative depth, tensors on several devices.
+        ValueError: shapes that do not fit, no or more than 512 nodes, parents that are not topological (CPU only), a
+            negative depth, tensors on several devices.
     """
     check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
     batch, num_nodes = tokens.shape

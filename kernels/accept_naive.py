@@ -85,7 +85,8 @@ def accept_naive(
 
     Args:
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding.
+        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
+            CPU only; on a GPU a node with another parent counts as padding.
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target samples from their softmax.
         uniform: [B, N] float32 in [0, 1), contiguous in N; independent, one per node.
         max_depth: largest depth of any node (the root has depth 0); the walk goes no deeper.
@@ -98,7 +99,8 @@ def accept_naive(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, an empty tree or vocabulary, a negative depth, tensors on several devices.
+        ValueError: shapes that do not fit, no or more than 512 nodes, parents that are not topological (CPU only), an
+            empty vocabulary, a negative depth, tensors on several devices.
     """
     check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
     (batch, num_nodes), device = tokens.shape, tokens.device

@@ -43,6 +43,7 @@ from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.primitives import (
     load_logits,
+    load_parents,
     pick,
     pick_tile,
     softmax_tiles,
@@ -134,10 +135,10 @@ def _first_residual_kernel(
             return
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
-    child_of_n = mask_n & (tl.load(parent_ptr + b * stride_pb + offs_n, mask=mask_n, other=-1) == n)
+    child_of_n = load_parents(parent_ptr + b * stride_pb, offs_n, mask_n) == n
     child = tl.min(tl.where(child_of_n, offs_n, BLOCK_N), 0)
     m = tl.load(draft_row_ptr + n).to(tl.int64)
-    if (m < 0) | (child == BLOCK_N):
+    if (m < 0) | (m >= M) | (child == BLOCK_N):
         return
 
     row, draft = (b * N + n) * NUM_TILES, (b * M + m) * NUM_TILES
@@ -179,8 +180,9 @@ def _try_children(
     """The first accepted child or -1; and, if there is none, the scale and the tile masses of the law that is left."""
     offs_n, offs_t = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     target_masses = masses
-    p_token = tl.exp(load_logits(target_row_ptr, token, untried) - target_lse)  # [BLOCK_N]
-    q_token = tl.exp(load_logits(draft_row_ptr, token, untried) - draft_lse)
+    is_token = untried & (token >= 0) & (token < V)
+    p_token = tl.exp(load_logits(target_row_ptr, token, is_token) - target_lse)  # [BLOCK_N]
+    q_token = tl.exp(load_logits(draft_row_ptr, token, is_token) - draft_lse)
     if not REPLACEMENT:
         outside = tl.sum(tl.load(untried_ptr + offs_t, mask=offs_t < NUM_TILES, other=0.0), 0)
 
@@ -260,7 +262,7 @@ def _accept_rejection_kernel(
     b = tl.program_id(0).to(tl.int64)
     offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     mask_n = offs_n < N
-    parent = tl.load(parent_ptr + b * stride_pb + offs_n, mask=mask_n, other=-1)  # [BLOCK_N]
+    parent = load_parents(parent_ptr + b * stride_pb, offs_n, mask_n)  # [BLOCK_N]
     token = tl.load(tokens_ptr + b * stride_tb + offs_n, mask=mask_n, other=0)
     uniform = tl.load(uniform_ptr + b * stride_ub + offs_n, mask=mask_n, other=0.0)
     limit = tl.full((), MAX_DEPTH, tl.int32)
@@ -274,11 +276,12 @@ def _accept_rejection_kernel(
     row = b * N
     target_lse, masses = _row_law(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
     draft = b * M
-    draft_lse = tl.full((), 0.0, tl.float32)
+    draft_lse = tl.full((), float("inf"), tl.float32)  # q is 0 where no law was read
     scale = tl.full((), 0.0, tl.float32)
     walking = depth < limit
     while walking:
         m = tl.load(draft_row_ptr + node)
+        m = tl.where(m < M, m, -1)
         draft = b * M + tl.maximum(m, 0)
         draft_lse, _ = _row_law(
             draft_max_ptr + draft * NUM_TILES, draft_sum_ptr + draft * NUM_TILES, NUM_TILES, BLOCK_T
@@ -347,11 +350,13 @@ def accept_rejection(
 
     The emitted tokens have exactly the target's law if the siblings, in node order, are draws from the draft law of
     their parent: independent ones with `replacement`, otherwise one after the other without the tokens already drawn.
-    The values of `draft_row` are not checked, since a look at them would stop the GPU.
+    The values of `draft_row` are not checked, since a look at them would stop the GPU; one of M or more counts as -1
+    there.
 
     Args:
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding.
+        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
+            CPU only; on a GPU a node with another parent counts as padding.
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target samples from their softmax.
         draft_logits: [B, M, V] float32, float16 or bfloat16, contiguous in V; the drafter sampled from their softmax.
         draft_row: [N] int32, the draft law that a node's children were drawn from, in [0, M); -1: its children, if any,
@@ -369,7 +374,8 @@ def accept_rejection(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, an empty tree, vocabulary or draft, a negative depth, several devices.
+        ValueError: shapes that do not fit, no or more than 512 nodes, parents that are not topological (CPU only), an
+            empty vocabulary or draft, a negative depth, tensors on several devices.
     """
     check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
     _check_laws(tokens, logits, draft_logits, draft_row, uniform, uniform_final)

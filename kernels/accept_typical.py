@@ -34,6 +34,7 @@ from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.primitives import (
     load_logits,
+    load_parents,
     pick,
     pick_tile,
     softmax_tiles,
@@ -63,6 +64,7 @@ def _typical_scores_kernel(
     stride_lb,
     stride_ln,
     N,
+    V,
     inv_temperature,
     threshold,
     alpha,
@@ -72,7 +74,7 @@ def _typical_scores_kernel(
     """One program judges one node: log p of its token at its parent if that is enough, otherwise -inf."""
     j = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
-    n = tl.load(parent_ptr + b * stride_pb + j).to(tl.int64)
+    n = load_parents(parent_ptr + b * stride_pb, j, True).to(tl.int64)
     if budget_ptr is not None:
         n = tl.where(tl.load(budget_ptr + b) > 0, n, -1)
     score = tl.full((), float("-inf"), tl.float32)
@@ -91,7 +93,7 @@ def _typical_scores_kernel(
         entropy = tl.log(total) - moment / total
 
         token = tl.load(tokens_ptr + b * stride_tb + j)
-        x = load_logits(logits_ptr + b * stride_lb + n * stride_ln, token, token >= 0)
+        x = load_logits(logits_ptr + b * stride_lb + n * stride_ln, token, (token >= 0) & (token < V))
         logp = (x - row_max) * inv_temperature - tl.log(total)
         if tl.exp(logp) > tl.minimum(threshold, alpha * tl.exp(-entropy)):
             score = logp
@@ -132,7 +134,7 @@ def _accept_typical_kernel(
     b = tl.program_id(0).to(tl.int64)
     offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     mask_n = offs_n < N
-    parent = tl.load(parent_ptr + b * stride_pb + offs_n, mask=mask_n, other=-1)  # [BLOCK_N]
+    parent = load_parents(parent_ptr + b * stride_pb, offs_n, mask_n)  # [BLOCK_N]
     score = tl.load(score_ptr + b * N + offs_n, mask=mask_n & (parent >= 0), other=float("-inf"))
 
     # every node climbs to the root, which is above itself and has no part in a sum
@@ -216,7 +218,8 @@ def accept_typical(
 
     Args:
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding.
+        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
+            CPU only; on a GPU a node with another parent counts as padding.
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target's, without temperature.
         uniform: [B] float32 in [0, 1), draws the next root from the target's law; None takes its most probable token.
         max_depth: largest depth of any node (the root has depth 0); deeper nodes are not accepted.
@@ -232,7 +235,8 @@ def accept_typical(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, an empty tree or vocabulary, a number out of range, several devices.
+        ValueError: shapes that do not fit, no or more than 512 nodes, parents that are not topological (CPU only), an
+            empty vocabulary, a number out of range, tensors on several devices.
     """
     check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
     (batch, num_nodes), device = tokens.shape, tokens.device
@@ -259,7 +263,7 @@ def accept_typical(
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
     sizes = {
         "stride_tb": tokens.stride(0), "stride_pb": 0 if parent.shape[0] == 1 else parent.stride(0),
-        "stride_lb": logits.stride(0), "stride_ln": logits.stride(1), "N": num_nodes,
+        "stride_lb": logits.stride(0), "stride_ln": logits.stride(1), "N": num_nodes, "V": logits.shape[-1],
         "inv_temperature": 1 / temperature,
     }  # fmt: skip
     with on_device(tokens):
@@ -270,6 +274,6 @@ def accept_typical(
         _accept_typical_kernel[(batch,)](
             tokens, parent, logits, uniform, budget, stop_tokens if num_stops else None, *tile_stats[:2], score,
             verdict.path, verdict.num_accepted, verdict.next_root, verdict.emitted,
-            **sizes, V=logits.shape[-1], MAX_DEPTH=max_depth, NUM_STOPS=num_stops, **config.kwargs(),
+            **sizes, MAX_DEPTH=max_depth, NUM_STOPS=num_stops, **config.kwargs(),
         )  # fmt: skip
     return verdict

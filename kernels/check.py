@@ -1,10 +1,22 @@
-"""Argument checks of the kernel launchers: every error names the argument, what was expected and what came."""
+"""Argument checks of the kernel launchers: every error names the argument, what was expected and what came.
+
+What is checked is what the host knows: types, shapes, strides, devices and numbers. The values of a tensor are looked
+at on the CPU only; on a GPU that would stop it until all earlier work is done.
+
+No launcher asks for more of a stride than 1 in the last dimension. No kernel uses TMA, and whether rows are read by
+16-byte copies Triton decides at each launch, from the pointers and strides that it is given: rows whose stride is no
+multiple of 16 elements are read right, by narrower copies, and far slower where the tiles were chosen for wide ones
+(docs/kernels/skinny_linear.md).
+"""
 
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["check_tensor"]
+__all__ = ["MAX_NODES", "check_num_nodes", "check_parent", "check_tensor"]
+
+MAX_NODES = 512
+"""Most nodes of a tree, root included: kernels that walk a tree hold all of it in the registers of one program."""
 
 
 def check_tensor(
@@ -49,3 +61,37 @@ def check_tensor(
         raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
     if contiguous_last and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {tensor.stride(-1)}")
+
+
+def check_num_nodes(name: str, num_nodes: int) -> None:
+    """Check the number of nodes of a tree, root included.
+
+    Args:
+        name: name of the argument that has it, for the message.
+        num_nodes: the number that came.
+
+    Raises:
+        ValueError: no node, or more than `MAX_NODES`.
+    """
+    if not 1 <= num_nodes <= MAX_NODES:
+        raise ValueError(f"{name}: expected 1 to {MAX_NODES} nodes, root included, got {num_nodes}")
+
+
+def check_parent(parent: torch.Tensor, *, pool_size: int | None = None) -> None:
+    """Check parents on the CPU; on a GPU they are the caller's duty, and a kernel drops what breaks the rule.
+
+    Args:
+        parent: [B or 1, N] integers: -1 for the root and for padding, otherwise an earlier node (parent < child).
+        pool_size: the parents are candidates of a pool of this size instead, in any order.
+
+    Raises:
+        ValueError: a parent that breaks the rule.
+    """
+    if parent.device.type != "cpu":
+        return
+    wrong = (parent < -1) | (parent >= (torch.arange(parent.shape[1]) if pool_size is None else pool_size))
+    if wrong.any():
+        row, place = wrong.nonzero()[0].tolist()
+        allowed = "an earlier node" if pool_size is None else f"a candidate below {pool_size}"
+        got = f"{parent[row, place].item()} at place {place} of row {row}"
+        raise ValueError(f"parent: expected -1 or {allowed}, got {got}")

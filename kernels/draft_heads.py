@@ -17,6 +17,8 @@ Cost:       reads K*C*C (concat: 2*P*C*C) elements of weights, twice as many flo
 Edges:      no rows or no heads give an empty result; inf and NaN stay in their row
 Numerics:   products, sums, bias, SiLU and residual in fp32 (fp32 inputs in full precision, never TF32), one rounding at
             the end where eager PyTorch rounds three times. Splits of the columns are added in their order
+
+The kernel of draft_heads is that of skinny_linear, which adds bias, SiLU and residual to a product.
 """
 
 import math
@@ -31,14 +33,15 @@ from specdec.kernels import library
 from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, on_device, resolve_backend
 from specdec.kernels.reference import draft_heads as reference
+from specdec.kernels.skinny_linear import _launch_linear
 from specdec.kernels.weight_first import (
     add_splits,
     arrives_last,
     choose_splits,
     publish_split,
+    silu,
     split_columns,
     split_workspace,
-    weight_first_dot,
     weight_first_tiles,
 )
 
@@ -48,64 +51,6 @@ MAX_PARTS = 16
 """Most parts of one concatenation."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit(do_not_specialize=["B"])
-def _draft_heads_kernel(
-    x_ptr,  # [K, B, C], stride 0 over the heads if they share it
-    weight_ptr,  # [K, C, C]
-    bias_ptr,  # [K, C]
-    out_ptr,  # [K, B, C]
-    partial_ptr,  # [tiles, SPLITS, BLOCK_N, BLOCK_M] fp32
-    arrivals_ptr,  # [tiles] int32, zeros
-    stride_xk,
-    stride_xb,
-    stride_wk,
-    stride_wn,
-    stride_bk,
-    B,
-    C,
-    SPLITS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One program computes BLOCK_N outputs of one head for BLOCK_M rows, or one split of their sums."""
-    k = (tl.program_id(2) // SPLITS).to(tl.int64)
-    split = tl.program_id(2) % SPLITS
-    # the row blocks of a weight tile run side by side, so that the tile is read from memory once
-    start_m = tl.program_id(0).to(tl.int64) * BLOCK_M
-    start_n = tl.program_id(1).to(tl.int64) * BLOCK_N
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_m = start_m + offs_m < B
-    mask_n = start_n + offs_n < C
-
-    first, last = split_columns(split, C, SPLITS, BLOCK_K)
-    x_rows = x_ptr + k * stride_xk + start_m * stride_xb + offs_m * stride_xb
-    weight_rows = weight_ptr + k * stride_wk + start_n * stride_wn + offs_n * stride_wn
-    acc = weight_first_dot(x_rows, weight_rows, mask_m, mask_n, first, last, C, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
-    if SPLITS > 1:
-        tile = (k * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        partial_ptr += tile * (SPLITS * BLOCK_N * BLOCK_M)
-        publish_split(acc, partial_ptr, split, BLOCK_N, BLOCK_M)
-        if not arrives_last(arrivals_ptr + tile, SPLITS):
-            return
-        acc = add_splits(partial_ptr, SPLITS, BLOCK_N, BLOCK_M)
-
-    mask = mask_n[:, None] & mask_m[None, :]
-    cols = start_n + offs_n
-    bias = tl.load(bias_ptr + k * stride_bk + cols, mask=mask_n, other=0.0).to(tl.float32)
-    residual = tl.load(x_rows[None, :] + cols[:, None], mask=mask, other=0.0).to(tl.float32)
-    out = residual + _silu(acc + bias[:, None])
-    out_rows = out_ptr + (k * B + start_m + offs_m) * C
-    tl.store(out_rows[None, :] + cols[:, None], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -205,7 +150,7 @@ def _draft_heads_concat_kernel(
     if residual_bias_ptr is not None:
         residual += tl.load(residual_bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + (start_m + offs_m)[None, :] * C + cols[:, None]
-    out = residual + _silu(gate)
+    out = residual + silu(gate)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
 
 
@@ -241,19 +186,7 @@ def draft_heads(
     out = torch.empty(num_heads, batch, width, **like_weight)
     if out.numel() == 0:
         return out
-
-    config = weight_first_tiles(batch, x.element_size())
-    block_m, block_n = config.blocks["BLOCK_M"], config.blocks["BLOCK_N"]
-    grid = triton.cdiv(batch, block_m), triton.cdiv(width, block_n), num_heads
-    splits = choose_splits(grid[1] * num_heads, width)
-    partial, arrivals = split_workspace(math.prod(grid), splits, block_m * block_n, x.device)
-    with on_device(x):
-        _draft_heads_kernel[(*grid[:2], num_heads * splits)](
-            x, weight, bias, out, partial, arrivals,
-            0 if shared else x.stride(0), x.stride(-2), *weight.stride()[:2], bias.stride(0),
-            B=batch, C=width, SPLITS=splits,
-            UPCAST=x.dtype == torch.bfloat16 and x.device.type == "cpu", **config.kwargs(),
-        )  # fmt: skip
+    _launch_linear(x.expand(num_heads, -1, -1), weight, out, bias)
     return out
 
 

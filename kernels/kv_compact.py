@@ -58,7 +58,7 @@ def _kv_compact_kernel(
     for begin in range(1, last + 1, BLOCK_J):
         j = begin + tl.arange(0, BLOCK_J)
         node = tl.load(path_ptr + b * stride_pb + j, mask=j <= last, other=0)
-        mask = ((j <= last) & (node != j))[:, None] & (cols < C)[None, :]
+        mask = ((j <= last) & (node > j))[:, None] & (cols < C)[None, :]
         rows = tl.load(base_ptr + node[:, None] * stride_cs + cols[None, :], mask=mask, other=0.0)
         tl.debug_barrier()  # a slot written by one thread may be the source of another
         tl.store(base_ptr + j[:, None] * stride_cs + cols[None, :], rows, mask=mask)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels import library
-from specdec.kernels.check import check_tensor
+from specdec.kernels.check import check_num_nodes, check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.plan_splits import plan_splits as plan_splits_reference
 
@@ -100,7 +100,7 @@ def plan_splits(
 
     Args:
         lengths: [B] int32, tokens of the prefix of every row.
-        num_tree_nodes: T, tree slots behind the prefix, at least 1.
+        num_tree_nodes: T, tree slots behind the prefix, 1 to 512.
         block: slots of one tile.
         budget: pieces at most, at least B: every row has one.
         max_work: entries of the work list, at least `budget`; the grid that a captured graph launches.
@@ -113,12 +113,12 @@ def plan_splits(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a shape that does not fit, or a number below its least value.
+        ValueError: a shape that does not fit, or a number out of range.
     """
     check_tensor("lengths", lengths, shape=(None,), dtype=torch.int32)
+    check_num_nodes("num_tree_nodes", num_tree_nodes)
     batch = lengths.shape[0]
     for name, value, least in (
-        ("num_tree_nodes", num_tree_nodes, 1),
         ("block", block, 1),
         ("budget", budget, max(batch, 1)),
         ("max_work", max_work, budget),

@@ -1,4 +1,4 @@
-"""Code shared by kernels: statistics of a softmax by tiles, one draw from such a law, and the end of a verdict.
+"""Code shared by kernels: parents of a tree, softmax statistics by tiles, a draw from them, the end of a verdict.
 
 A row of V logits is cut into tiles of BLOCK_V tokens, the same for every batch and tree, so that no result depends on
 who else is in the batch. Per tile the largest logit m_t and s_t = sum exp((x - m_t) / temperature) are kept; with
@@ -12,10 +12,30 @@ import triton.language as tl
 
 from specdec.kernels.launch import LaunchConfig, on_device
 
-__all__ = ["TILE", "load_logits", "pick", "pick_tile", "softmax_tiles", "store_verdict", "tile_masses", "tiles_config"]
+__all__ = [
+    "TILE",
+    "load_logits",
+    "load_parents",
+    "pick",
+    "pick_tile",
+    "softmax_tiles",
+    "store_verdict",
+    "tile_masses",
+    "tiles_config",
+]
 
 TILE = 4096
 """Tokens of one vocabulary tile: 32 for each thread of four warps."""
+
+
+@triton.jit
+def load_parents(parent_ptr, offs, mask):
+    """Parents of nodes; -1 outside the mask and for a parent that is no earlier node.
+
+    A walk along such parents stays within the tree and ends, whatever the device holds, where no launcher can look.
+    """
+    parent = tl.load(parent_ptr + offs, mask=mask, other=-1)
+    return tl.where((parent >= 0) & (parent < offs), parent, -1)
 
 
 @triton.jit

@@ -100,13 +100,13 @@ def _rope_kv_write_kernel(
     sin = tl.load(row_ptr + HALF, mask=mask_d, other=0.0).to(dtype).to(tl.float32)[None, :]
 
     if block < NUM_Q_BLOCKS:
-        h = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        h = (block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]).to(tl.int64)
         mask = (h < HQ) & mask_d[None, :]
         offs_q = b * stride_qb + n * stride_qn + h * stride_qh + offs_d[None, :]
         offs_out = ((b * N + n) * HQ + h) * D + offs_d[None, :]
         _rotate_heads(q_ptr, out_ptr, cos, sin, offs_q, offs_out, mask, HALF, dtype)
     else:
-        h = (block - NUM_Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        h = ((block - NUM_Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]).to(tl.int64)
         slot = tl.load(slots_ptr + b * stride_lb + n).to(tl.int64)
         mask = (h < HK) & mask_d[None, :] & (slot >= 0)
         offs_k = b * stride_kb + n * stride_kn + h * stride_kh + offs_d[None, :]
@@ -199,6 +199,8 @@ def _check(
     if head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM:
         raise ValueError(f"q: expected an even head dimension of 2 to {_MAX_HEAD_DIM}, got {head_dim}")
     check_tensor("k", k, shape=(batch, num_tokens, None, head_dim), dtype=q.dtype, device=q.device)
+    if k.shape[2] == 0 or q.shape[2] == 0:
+        raise ValueError(f"k: expected at least one head, as of q, got {k.shape[2]}, and {q.shape[2]} of q")
     check_tensor("v", v, shape=k.shape, dtype=q.dtype, device=q.device)
     check_tensor("positions", positions, shape=(batch, num_tokens), dtype=torch.int32, device=q.device)
     check_tensor("cos_sin_table", cos_sin_table, shape=(None, head_dim), dtype=torch.float32, device=q.device)

@@ -39,7 +39,7 @@ import triton.language as tl
 from specdec.kernels import library
 from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
-from specdec.kernels.primitives import TILE, load_logits
+from specdec.kernels.primitives import TILE, load_logits, load_parents
 from specdec.kernels.reference import sample_probs as reference
 from specdec.kernels.walk import check_logits, check_walk
 
@@ -114,7 +114,7 @@ def _penalise_kernel(
         while node >= 0:
             token = tl.load(tokens_ptr + b * stride_tb + node)
             _penalise(row_ptr, processed_row_ptr, token, True, V, temperature, penalty)
-            node = tl.load(parent_ptr + b * stride_pb + node).to(tl.int64)
+            node = load_parents(parent_ptr + b * stride_pb, node, True).to(tl.int64)
 
 
 @triton.jit
@@ -277,7 +277,8 @@ def warp_logits(
     Args:
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V.
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N; None: no path counts.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. With `tokens`.
+        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
+            CPU only; on a GPU a node with another parent counts as padding. With `tokens`.
         history: [B, H] int32, contiguous in H, tokens before the tree; others than 0 to V - 1 are ignored. None: none.
         temperature: divides the logits, over 0.
         top_k: how many tokens to keep, and those equal to the last; None: all.
@@ -291,7 +292,8 @@ def warp_logits(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, an empty vocabulary, a number out of range, tensors on several devices.
+        ValueError: shapes that do not fit, a tree of more than 512 nodes, parents that are not topological (CPU only),
+            an empty vocabulary, a number out of range, tensors on several devices.
     """
     _check_warp(logits, tokens, parent, history)
     _check_settings(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -351,7 +353,7 @@ def sample_race(
         TypeError: a wrong dtype.
         ValueError: shapes that do not fit, an empty vocabulary, a seed out of range, tensors on several devices.
     """
-    check_logits("logits", logits, (None, None, None), logits.device)
+    check_logits("logits", logits, (None, None, None))
     batch, num_nodes, vocab_size = logits.shape
     check_tensor("row_ids", row_ids, shape=(batch,), dtype=torch.int32, device=logits.device)
     check_tensor("step", step, shape=(1,), dtype=torch.int32, device=logits.device)
@@ -415,7 +417,7 @@ def sample_probs(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, an empty vocabulary, a number out of range, tensors on several devices.
+        ValueError: as for `warp_logits` and `sample_race`.
     """
     processed = warp_logits(
         logits, tokens, parent, history, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -427,7 +429,7 @@ def sample_probs(
 def _check_warp(
     logits: torch.Tensor, tokens: torch.Tensor | None, parent: torch.Tensor | None, history: torch.Tensor | None
 ) -> None:
-    check_logits("logits", logits, (None, None, None), logits.device)
+    check_logits("logits", logits, (None, None, None))
     batch, num_nodes, _ = logits.shape
     if (tokens is None) != (parent is None):
         raise ValueError(f"parent: expected {'a tensor' if parent is None else 'None'}, as tokens, got the other")

@@ -32,6 +32,7 @@ from specdec.kernels.weight_first import (
     arrives_last,
     choose_splits,
     publish_split,
+    silu,
     split_columns,
     split_workspace,
     weight_first_dot,
@@ -50,6 +51,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _skinny_linear_kernel(
     x_ptr,  # [H, M, K]
     weight_ptr,  # [H, N, K]
+    bias_ptr,  # [H, N] or None
     out_ptr,  # [H, M, N]
     partial_ptr,  # [tiles, SPLITS, BLOCK_N, BLOCK_M] fp32
     arrivals_ptr,  # [tiles] int32, zeros
@@ -57,6 +59,7 @@ def _skinny_linear_kernel(
     stride_xm,
     stride_wh,
     stride_wn,
+    stride_bh,
     stride_oh,
     stride_om,
     M,
@@ -68,7 +71,10 @@ def _skinny_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program multiplies BLOCK_N rows of one weight, over one split of its columns, with BLOCK_M rows of x."""
+    """One program multiplies BLOCK_N rows of one weight, over one split of its columns, with BLOCK_M rows of x.
+
+    With a bias it goes on to a draft head's x + SiLU(product + bias), for which N = K.
+    """
     h = (tl.program_id(2) // SPLITS).to(tl.int64)
     split = tl.program_id(2) % SPLITS
     # the row blocks of a weight tile run side by side, so that the tile is read from memory once
@@ -91,8 +97,13 @@ def _skinny_linear_kernel(
             return
         acc = add_splits(partial_ptr, SPLITS, BLOCK_N, BLOCK_M)
 
+    mask = mask_n[:, None] & mask_m[None, :]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + h * stride_bh + start_n + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        residual = tl.load(x_rows[None, :] + start_n + offs_n[:, None], mask=mask, other=0.0).to(tl.float32)
+        acc = residual + silu(acc + bias[:, None])
     out_ptrs = out_ptr + h * stride_oh + start_m * stride_om + offs_m[None, :] * stride_om + start_n + offs_n[:, None]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @library.op(fake=lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[-2]))
@@ -121,12 +132,19 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, backend: Backend | N
     if resolve_backend(x, backend) == "reference":
         return skinny_linear_reference(x, weight, upcast=False)
     stacked = (x, weight, out) if x.ndim == 3 else (x[None], weight[None], out[None])
-    _launch(*stacked)
+    _launch_linear(*stacked)
     return out
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `out` [H, M, N] from x [H, M, K] and weight [H, N, K]."""
+def _launch_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Launch the kernel, here and for the heads of `draft_heads`; nothing is checked.
+
+    Args:
+        x: [H, M, K], any M.
+        weight: [H, N, K].
+        out: [H, M, N], contiguous, not empty; filled with x W^T, or with x + SiLU(x W^T + bias) if there is a bias.
+        bias: [H, N], with N = K, or None.
+    """
     num_matrices, num_outputs, num_columns = weight.shape
     config = weight_first_tiles(x.shape[1], x.element_size())
     block_m, block_n = config.blocks["BLOCK_M"], config.blocks["BLOCK_N"]
@@ -135,8 +153,9 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     partial, arrivals = split_workspace(math.prod(grid), splits, block_m * block_n, x.device)
     with on_device(x):
         _skinny_linear_kernel[(*grid[:2], num_matrices * splits)](
-            x, weight, out, partial, arrivals,
-            *x.stride()[:2], *weight.stride()[:2], *out.stride()[:2],
+            x, weight, bias, out, partial, arrivals,
+            *x.stride()[:2], *weight.stride()[:2], 0 if bias is None else bias.stride(0),
+            *out.stride()[:2],
             M=x.shape[1], N=num_outputs, K=num_columns, SPLITS=splits,
             UPCAST=x.dtype == torch.bfloat16 and x.device.type == "cpu",
             **config.kwargs(),

@@ -29,13 +29,12 @@ import triton
 import triton.language as tl
 
 from specdec.kernels import library
-from specdec.kernels.check import check_tensor
+from specdec.kernels.check import MAX_NODES, check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
 
 __all__ = ["tree_attention"]
 
-_MAX_NODES = 512
 _MAX_HEAD_DIM = 256
 _MAX_SPLITS = 16
 _MIN_KEYS_PER_SPLIT = 256
@@ -102,7 +101,7 @@ def _tree_attention_kernel(
     out_ptr,  # [B, N, HQ, D]
     partial_ptr,  # [B, HK * row blocks, SPLITS, BLOCK_M, D] fp32, normalised output of a split
     lse_ptr,  # [B, HK * row blocks, SPLITS, BLOCK_M] fp32, base 2
-    arrivals_ptr,  # [B, HK * row blocks] int32, zeros before and after
+    arrivals_ptr,  # [B, HK * row blocks] int32, zeros
     stride_qb,
     stride_qn,
     stride_qh,
@@ -158,8 +157,8 @@ def _tree_attention_kernel(
     q_ptrs = q_ptr + b * stride_qb + (node * stride_qn + hq * stride_qh)[:, None] + offs_d[None, :]
     q = tl.load(q_ptrs, mask=mask_md, other=0.0)
     q = q.to(tl.float32) if UPCAST else q
-    k_ptr += b * stride_kb + hk * stride_kh
-    v_ptr += b * stride_vb + hk * stride_vh
+    k_ptr += b * stride_kb + hk.to(tl.int64) * stride_kh
+    v_ptr += b * stride_vb + hk.to(tl.int64) * stride_vh
     words_ptrs = ancestors_ptr + b * stride_ab + node * stride_an
     if WINDOW:
         oldest = length + 1 - WINDOW + tl.load(depth_ptr + b * stride_db + node, mask=mask_m, other=0)
@@ -209,7 +208,6 @@ def _tree_attention_kernel(
         tl.debug_barrier()
         acc = _merge_splits(partial_ptr, lse_ptr, num_splits, mask_m, mask_d, D, BLOCK_M, BLOCK_D)
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_md)
-        tl.store(arrivals_ptr + group, 0)  # ready for the next launch, also inside a replayed graph
 
 
 def _launch_config(num_rows: int, head_dim: int, itemsize: int) -> LaunchConfig:
@@ -223,8 +221,8 @@ def _launch_config(num_rows: int, head_dim: int, itemsize: int) -> LaunchConfig:
         block_m = min(block_m, 32 if block_d <= 128 else 16)
     elif block_d > 128:
         block_m = min(block_m, 64)
-    # more than 64 rows, or 64 rows of 256, would spill with four warps
-    num_warps = 8 if block_m == 128 or block_m * block_d > 8192 else 4
+    # more than 64 rows, 64 rows of 256, or float32 rows of 256 would spill with four warps
+    num_warps = 8 if block_m == 128 or block_m * block_d > 8192 or itemsize * block_d > 512 else 4
     if itemsize == 4 or block_d > 128:
         block_n, num_stages = 32, 2
     else:
@@ -343,27 +341,30 @@ def _check(
     check_tensor("v_cache", v_cache, shape=tuple(k_cache.shape), dtype=q.dtype, device=q.device)
     check_tensor("lengths", lengths, shape=(batch,), dtype=torch.int32, device=q.device)
     capacity, kv_heads = k_cache.shape[1:3]
+    if kv_heads == 0 or num_heads == 0:
+        raise ValueError(f"k_cache: expected at least one head, as of q, got {kv_heads}, and {num_heads} of q")
     if num_heads % kv_heads != 0:
         raise ValueError(f"q: expected a multiple of the {kv_heads} heads of k_cache, got {num_heads} heads")
-    if head_dim > _MAX_HEAD_DIM:
-        raise ValueError(f"q: expected a head dimension of at most {_MAX_HEAD_DIM}, got {head_dim}")
+    if not 1 <= head_dim <= _MAX_HEAD_DIM:
+        raise ValueError(f"q: expected a head dimension of 1 to {_MAX_HEAD_DIM}, got {head_dim}")
     tree_size = num_nodes if num_tree_nodes is None else num_tree_nodes
-    if not 1 <= num_nodes <= tree_size <= min(_MAX_NODES, capacity):
+    if not 1 <= num_nodes <= tree_size <= min(MAX_NODES, capacity):
         raise ValueError(
-            f"num_tree_nodes: expected 1 <= N <= num_tree_nodes <= {min(_MAX_NODES, capacity)}, "
+            f"num_tree_nodes: expected 1 <= N <= num_tree_nodes <= {min(MAX_NODES, capacity)}, "
             f"got N = {num_nodes} and num_tree_nodes = {tree_size}"
         )
-    shared_or_batch = 1 if ancestors.shape[0] == 1 else batch
-    check_tensor(
-        "ancestors", ancestors, shape=(shared_or_batch, num_nodes, (tree_size + 31) // 32), dtype=torch.int32,
-        device=q.device,
-    )  # fmt: skip
+    _check_per_node("ancestors", ancestors, (batch, num_nodes, (tree_size + 31) // 32), q.device)
     if window is None:
         return tree_size
     if window < 1:
         raise ValueError(f"window: expected at least 1, got {window}")
     if depth is None:
         raise ValueError("depth: expected a tensor because window is given, got None")
-    shared_or_batch = 1 if depth.shape[0] == 1 else batch
-    check_tensor("depth", depth, shape=(shared_or_batch, num_nodes), dtype=torch.int32, device=q.device)
+    _check_per_node("depth", depth, (batch, num_nodes), q.device)
     return tree_size
+
+
+def _check_per_node(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check a tensor of the tree, whose first dimension may be 1 for one tree in all rows."""
+    shared = isinstance(tensor, torch.Tensor) and tensor.ndim == len(shape) and tensor.shape[0] == 1
+    check_tensor(name, tensor, shape=(1, *shape[1:]) if shared else shape, dtype=torch.int32, device=device)

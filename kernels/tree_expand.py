@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels import library
-from specdec.kernels.check import check_tensor
+from specdec.kernels.check import check_num_nodes, check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.tree_expand import tree_expand as tree_expand_reference
 
@@ -104,7 +104,7 @@ def tree_expand(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, tensors on several devices.
+        ValueError: shapes that do not fit, no or too many nodes, tensors on several devices.
     """
     check_tensor("candidates", candidates, shape=(None, None, None), dtype=(torch.int32, torch.int64))
     batch, device = candidates.shape[0], candidates.device
@@ -112,8 +112,7 @@ def tree_expand(
     check_tensor("lengths", lengths, shape=(batch,), dtype=torch.int32, device=device)
     check_tensor("row", row, shape=(None,), dtype=torch.int32, device=device)
     num_nodes = row.shape[0]
-    if num_nodes == 0:
-        raise ValueError("row: expected at least one node, the root, got shape [0]")
+    check_num_nodes("row", num_nodes)
     check_tensor("rank", rank, shape=(num_nodes,), dtype=torch.int32, device=device)
     check_tensor("depth", depth, shape=(num_nodes,), dtype=torch.int32, device=device)
     if resolve_backend(candidates, backend) == "reference":

@@ -27,18 +27,15 @@ import triton
 import triton.language as tl
 
 from specdec.kernels import library
-from specdec.kernels.check import check_tensor
+from specdec.kernels.check import check_num_nodes, check_parent, check_tensor
 from specdec.kernels.dynamic_tree import Beam, RerankedTree
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference import tree_rerank as reference
 
-__all__ = ["MAX_NODES", "MAX_POOL", "beam_step", "tree_rerank"]
+__all__ = ["MAX_POOL", "beam_step", "tree_rerank"]
 
 MAX_POOL = 2048
 """Most candidates of one request: all of them sit in the registers of one program."""
-
-MAX_NODES = 512
-"""Most nodes of a tree, root included."""
 
 _INFINITY = tl.constexpr(0x7F800000)  # bits of +inf; a NaN has more
 
@@ -113,18 +110,20 @@ def _beam_step_kernel(
 
 
 @triton.jit
-def _rank_pool(logps_ptr, parent_ptr, stride_lm, offs_p, mask_p, R: tl.constexpr, MAX_DEPTH: tl.constexpr):
+def _rank_pool(
+    logps_ptr, parent_ptr, stride_lm, offs_p, mask_p, M: tl.constexpr, R: tl.constexpr, MAX_DEPTH: tl.constexpr
+):
     """Cost bits and depth of every candidate; the cost is infinite if it can be no node."""
     cost = tl.zeros(offs_p.shape, tl.int32)
     depth = tl.zeros(offs_p.shape, tl.int32)
     node = tl.where(mask_p, offs_p, -1)
     for _ in range(MAX_DEPTH):  # climb to the root: a candidate is no better than anything above it
-        climbing = node >= 0
+        climbing = (node >= 0) & (node < M * R)  # what is no candidate never gets to the root
         m = node // R
         logps = tl.load(logps_ptr + m * stride_lm + node % R, mask=climbing, other=0.0)
         cost = tl.maximum(cost, _cost_bits(logps))
         depth += climbing.to(tl.int32)
-        node = tl.load(parent_ptr + m, mask=climbing, other=-1)
+        node = tl.load(parent_ptr + m, mask=climbing, other=node)
     return tl.where(mask_p & (node < 0), cost, _INFINITY), depth
 
 
@@ -190,7 +189,7 @@ def _tree_rerank_kernel(
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < M * R
     parent_ptr += b * stride_pb
-    cost, depth = _rank_pool(logps_ptr + b * stride_lb, parent_ptr, stride_lm, offs_p, mask_p, R, MAX_DEPTH)
+    cost, depth = _rank_pool(logps_ptr + b * stride_lb, parent_ptr, stride_lm, offs_p, mask_p, M, R, MAX_DEPTH)
     place, num_chosen = _choose(cost, depth, N - 1, MAX_DEPTH)
     chosen = place > 0
 
@@ -342,7 +341,8 @@ def tree_rerank(
         logps: [B, M, R] float32, contiguous in R, log-probability of the path to each candidate, nats
             (`Beam.candidate_logps`); -inf or NaN for a candidate that is none.
         parent: [B, M] int32, index in the pool (m * R + r) of the candidate whose children list m holds, -1 for the
-            children of the root. That it is below M * R is not checked.
+            children of the root. Checked on the CPU only; on a GPU a list of another parent is never taken, and one
+            below -1 counts as -1.
         root: [B] int32, last emitted token of every request.
         num_nodes: N, nodes of the tree, root included; 1 to 512.
         max_depth: largest depth of a node; deeper candidates are not taken.
@@ -353,14 +353,15 @@ def tree_rerank(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, too many candidates or nodes, a negative depth, tensors on several devices.
+        ValueError: shapes that do not fit, too many candidates or nodes, a parent beyond the pool (CPU only), a
+            negative depth, tensors on several devices.
     """
     batch, num_lists, num_ranks = _check_pool(tokens, logps)
     device = tokens.device
     check_tensor("parent", parent, shape=(batch, num_lists), dtype=torch.int32, device=device)
+    check_parent(parent, pool_size=num_lists * num_ranks)
     check_tensor("root", root, shape=(batch,), dtype=torch.int32, device=device)
-    if not 1 <= num_nodes <= MAX_NODES:
-        raise ValueError(f"num_nodes: expected 1 to {MAX_NODES}, got {num_nodes}")
+    check_num_nodes("num_nodes", num_nodes)
     if max_depth < 0:
         raise ValueError(f"max_depth: expected 0 or more, got {max_depth}")
     if resolve_backend(tokens, backend) == "reference":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.kernels.check import check_tensor
+from specdec.kernels.check import check_num_nodes, check_parent, check_tensor
 from specdec.kernels.verdict import Verdict
 
 __all__ = [
@@ -43,23 +43,24 @@ def check_walk(
 
     Args:
         tokens: [B, N] int32.
-        parent: [B or 1, N] int32.
+        parent: [B or 1, N] int32, topological, which is checked on the CPU only.
         max_depth: largest depth of any node.
         budget: [B] int32 or None.
         stop_tokens: [E] int32 or None.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, an empty tree, a negative depth, tensors on several devices.
+        ValueError: shapes that do not fit, no or too many nodes, parents that are not topological, a negative depth,
+            tensors on several devices.
     """
     check_tensor("tokens", tokens, shape=(None, None), dtype=torch.int32)
     batch, num_nodes = tokens.shape
     device = tokens.device
-    if num_nodes == 0:
-        raise ValueError(f"tokens: expected at least one node, the root, got shape {list(tokens.shape)}")
+    check_num_nodes("tokens", num_nodes)
     check_tensor("parent", parent, shape=(None, num_nodes), dtype=torch.int32, device=device)
     if parent.shape[0] not in (1, batch):
         raise ValueError(f"parent: expected {batch} rows or 1, got shape {list(parent.shape)}")
+    check_parent(parent)
     if max_depth < 0:
         raise ValueError(f"max_depth: expected 0 or more, got {max_depth}")
     if budget is not None:
@@ -68,14 +69,16 @@ def check_walk(
         check_tensor("stop_tokens", stop_tokens, shape=(None,), dtype=torch.int32, device=device)
 
 
-def check_logits(name: str, logits: torch.Tensor, shape: Sequence[int | None], device: torch.device) -> None:
+def check_logits(
+    name: str, logits: torch.Tensor, shape: Sequence[int | None], device: torch.device | None = None
+) -> None:
     """Check logits: shape, a dtype of `FLOAT_DTYPES`, device, and a vocabulary of at least one token.
 
     Args:
         name: name of the argument, for the message.
         logits: the value that came.
         shape: expected sizes; None for a dimension of any size.
-        device: device that the other arguments are on.
+        device: device that the other arguments are on; None for the first of them.
 
     Raises:
         TypeError: a wrong dtype.

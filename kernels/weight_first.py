@@ -19,6 +19,7 @@ __all__ = [
     "arrives_last",
     "choose_splits",
     "publish_split",
+    "silu",
     "split_columns",
     "split_workspace",
     "weight_first_dot",
@@ -57,6 +58,12 @@ def weight_first_dot(
         x = x.to(tl.float32) if UPCAST else x
         acc = tl.dot(w, x, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def silu(x):
+    """SiLU: x / (1 + exp(-x))."""
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit

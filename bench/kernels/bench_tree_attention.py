@@ -1,12 +1,13 @@
-"""tree_attention: time of one layer against PyTorch's attention with a mask.
+"""tree_attention: time of one layer against PyTorch's attention with a mask, and against compiled FlexAttention.
 
 Question: does a tree of 64 nodes read the cache at the speed of plain decoding, and what does the split of the keys
 gain over an attention with one program per head?
 
     pytest bench/kernels/bench_tree_attention.py --benchmark-only
 
-"sdpa" is PyTorch's best chance: the rows of a group are packed, so that no key is copied or read twice, and its mask
-is built once, outside the timed call, as a step would build it once for all layers.
+"sdpa" and "flex" are PyTorch's best chances. For "sdpa" the rows of a group are packed, so that no key is copied or
+read twice; "flex" knows groups itself, reads the same lengths and ancestor words as the op, and skips blocks that
+nobody sees. Masks are built once, outside the timed call, as a step would build them once for all layers.
 """
 
 import functools
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider
+from specdec.bench.harness import BenchOp, Call, Provider, compiled
 from specdec.bench.shapes import StepShape
 from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
 from specdec.kernels.tree_attention import tree_attention
@@ -27,12 +29,13 @@ SLOT_ALIGNMENT = 16  # PyTorch's fused kernels take masks of aligned rows only
 
 
 def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
-    """A full prefix of random keys and values, one tree for all requests, and the mask of the "sdpa" provider."""
+    """A full prefix of random keys and values, one tree for all requests, and the masks of the other providers."""
     model, device, num_nodes = shape.model, generator.device, shape.tree.num_nodes
     randn = functools.partial(torch.randn, generator=generator, device=device, dtype=shape.dtype)
     capacity = -(shape.context + num_nodes) // SLOT_ALIGNMENT * -SLOT_ALIGNMENT
     caches = randn(2, shape.batch, capacity, model.num_kv_heads, model.head_dim)
     words = shape.tree.ancestors(device)
+    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
 
     mask = torch.zeros(num_nodes, capacity, dtype=torch.bool, device=device)
     mask[:, : shape.context] = True
@@ -43,20 +46,38 @@ def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
             randn(shape.batch, num_nodes, model.num_heads, model.head_dim),
             caches[0],
             caches[1],
-            torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device),
+            lengths,
             words,
         ),
         kwargs={
             "scale": model.head_dim**-0.5,
             "mask": mask.repeat_interleave(model.num_heads // model.num_kv_heads, 0)[None, None],
+            "block_mask": tree_block_mask(lengths, words, num_nodes, capacity),
         },
     )
 
 
-def without_mask(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The op itself, which has no dense mask."""
+def tree_block_mask(lengths: torch.Tensor, words: torch.Tensor, num_nodes: int, capacity: int) -> BlockMask:
+    """FlexAttention's mask of a tree behind every row's prefix, from lengths [B] and ancestor words [1, N, W]."""
 
-    def call(*args: Any, mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG001 - for "sdpa" only
+    def sees(b: torch.Tensor, _h: torch.Tensor, node: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        j = slot - lengths[b]
+        in_tree = (j >= 0) & (j < num_nodes)
+        j = torch.where(in_tree, j, 0)
+        return (slot < lengths[b]) | (in_tree & (words[0, node, j // 32] >> j % 32 & 1 == 1))
+
+    return create_block_mask(sees, lengths.shape[0], None, num_nodes, capacity, device=str(lengths.device))
+
+
+def without_masks(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The op itself, which has neither a dense mask nor a block mask."""
+
+    def call(
+        *args: Any,
+        mask: torch.Tensor,  # noqa: ARG001 - for "sdpa" only
+        block_mask: BlockMask,  # noqa: ARG001 - for "flex" only
+        **kwargs: Any,
+    ) -> torch.Tensor:
         return function(*args, **kwargs)
 
     return call
@@ -71,6 +92,7 @@ def sdpa(
     *,
     scale: float,
     mask: torch.Tensor,
+    block_mask: BlockMask,  # noqa: ARG001 - for "flex" only
 ) -> torch.Tensor:
     """PyTorch's fused attention over the whole cache with a dense mask [1, 1, N * G, S]."""
     batch, num_nodes, _, head_dim = q.shape
@@ -80,6 +102,23 @@ def sdpa(
         rows, k_cache.transpose(1, 2), v_cache.transpose(1, 2), attn_mask=mask, scale=scale
     )
     return out.view(batch, kv_heads, num_nodes, -1, head_dim).transpose(1, 2).reshape(q.shape)
+
+
+def flex(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,  # noqa: ARG001 - in the mask
+    ancestors: torch.Tensor,  # noqa: ARG001 - in the mask
+    *,
+    scale: float,
+    mask: torch.Tensor,  # noqa: ARG001 - for "sdpa" only
+    block_mask: BlockMask,
+) -> torch.Tensor:
+    """FlexAttention over the whole cache with a block mask; to be compiled."""
+    rows = (q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    out: torch.Tensor = flex_attention(*rows, block_mask=block_mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
 
 
 def attention_cost(shape: StepShape) -> cost.Cost:
@@ -98,20 +137,22 @@ def attention_cost(shape: StepShape) -> cost.Cost:
 OP = BenchOp(
     name="tree_attention",
     make=make_inputs,
-    definition=without_mask(tree_attention_reference),
+    definition=without_masks(tree_attention_reference),
     providers={
         # reads the lengths on the host
         "reference": Provider(
-            without_mask(functools.partial(tree_attention_reference, upcast=False)), capturable=False
+            without_masks(functools.partial(tree_attention_reference, upcast=False)), capturable=False
         ),
         "sdpa": Provider(sdpa),
-        "triton": Provider(without_mask(functools.partial(tree_attention, backend="triton")), needs_gpu=True),
+        "flex": compiled(flex, eager_on_cpu=True),
+        "triton": Provider(without_masks(functools.partial(tree_attention, backend="triton")), needs_gpu=True),
     },
     cost=attention_cost,
 )
 SHAPES = shapes.step_shapes(batches=[1, 8], trees=shapes.TREES[:3])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU it is, to be checked
 @pytest.mark.parametrize("provider", OP.providers)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def bench_tree_attention(benchmark: Any, provider: str, shape: StepShape) -> None:

@@ -94,6 +94,14 @@ def test_matches_the_reference(generator, num_nodes, shared):
     assert_same(verdict, reference(tokens, parent, target_tokens, **limits))
 
 
+def test_decides_as_the_reference_on_a_thousand_trees(generator):
+    call = random_call(generator, batch=1000, num_nodes=12)
+    limits = {"max_depth": 4, "budget": torch.arange(1000, dtype=torch.int32, device=DEVICE) % 7}
+    expected = reference(*call, **limits)
+    assert_same(accept_greedy(*call, **limits, backend="triton"), expected)
+    assert expected.num_accepted.unique().tolist() == [-1, 0, 1, 2, 3, 4]
+
+
 @settings(deadline=None, max_examples=25)
 @given(tree=trees(), max_depth=st.integers(0, 5))
 def test_the_path_is_the_longest_that_the_target_agrees_with(tree, max_depth):
@@ -233,7 +241,7 @@ def test_a_captured_launch_replays_on_new_inputs(generator):
     [
         ({"tokens": lambda t: t.long()}, TypeError, r"tokens: expected torch.int32, got torch.int64"),
         ({"tokens": lambda t: t[0]}, ValueError, r"tokens: expected shape \[any, any\], got \[9\]"),
-        ({"tokens": lambda t: t[:, :0]}, ValueError, r"tokens: expected at least one node"),
+        ({"tokens": lambda t: t[:, :0]}, ValueError, r"tokens: expected 1 to 512 nodes, root included, got 0"),
         ({"parent": lambda t: t.long()}, TypeError, r"parent: expected torch.int32, got torch.int64"),
         ({"parent": lambda t: t[:, :4]}, ValueError, r"parent: expected shape \[any, 9\], got \[2, 4\]"),
         ({"parent": lambda t: t.repeat(2, 1)}, ValueError, r"parent: expected 2 rows or 1, got shape \[4, 9\]"),

@@ -116,7 +116,7 @@ def test_a_captured_launch_replays_on_new_lengths():
     [
         ("lengths", torch.zeros(3), TypeError, r"lengths: expected torch.int32, got torch.float32"),
         ("lengths", torch.zeros(3, 1, dtype=torch.int32), ValueError, r"lengths: expected shape \[any\], got \[3, 1\]"),
-        ("num_tree_nodes", 0, ValueError, r"num_tree_nodes: expected at least 1, got 0"),
+        ("num_tree_nodes", 0, ValueError, r"num_tree_nodes: expected 1 to 512 nodes, root included, got 0"),
         ("block", 0, ValueError, r"block: expected at least 1, got 0"),
         ("budget", 2, ValueError, r"budget: expected at least 3, got 2"),
         ("max_work", 7, ValueError, r"max_work: expected at least 8, got 7"),

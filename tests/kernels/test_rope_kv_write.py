@@ -258,6 +258,7 @@ def test_a_captured_launch_replays_on_new_inputs(generator):
         ("q", lambda t: t[0], ValueError, r"q: expected shape \[any, any, any, any\], got \[3, 4, 16\]"),
         ("k", lambda t: t.half(), TypeError, r"k: expected torch.float32, got torch.float16"),
         ("k", lambda t: t[:, :2], ValueError, r"k: expected shape \[2, 3, any, 16\], got \[2, 2, 2, 16\]"),
+        ("k", lambda t: t[:, :, :0], ValueError, r"k: expected at least one head, as of q, got 0, and 4 of q"),
         ("v", lambda t: t[:, :, :1], ValueError, r"v: expected shape \[2, 3, 2, 16\], got \[2, 3, 1, 16\]"),
         ("positions", lambda t: t.long(), TypeError, r"positions: expected torch.int32, got torch.int64"),
         ("cos_sin_table", lambda t: t.half(), TypeError, r"cos_sin_table: expected torch.float32, got torch.float16"),

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tolerances import assert_close_to_reference
 
 from specdec.kernels.reference.tree_attention import tree_attention as reference
@@ -168,6 +170,47 @@ def test_strided_inputs_match_the_reference(generator):
     assert assert_matches_reference(args).is_contiguous()
 
 
+CALLS = {
+    "lengths": st.lists(st.integers(0, 90), min_size=1, max_size=3),
+    "num_nodes": st.integers(1, 40),
+    "heads": st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
+    "head_dim": st.integers(1, 40),
+    "window": st.sampled_from([None, None, 3, 50]),
+}
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**32), shape=st.fixed_dictionaries(CALLS))
+def test_any_shape_matches_the_reference(seed, shape):
+    assert_matches_reference(make_call(torch.Generator().manual_seed(seed), **shape))
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 2**32), shape=st.fixed_dictionaries(CALLS))
+def test_a_row_and_a_node_do_not_know_the_others(seed, shape):
+    """One row of the batch, its nodes asked for in another order: the same answers."""
+    args = make_call(torch.Generator().manual_seed(seed), **shape)
+    together = tree_attention(**args, backend="triton")
+    b, order = (
+        seed % len(shape["lengths"]),
+        torch.randperm(shape["num_nodes"], generator=torch.Generator().manual_seed(seed)).to(DEVICE),
+    )
+    own = {name: value[b : b + 1] if isinstance(value, torch.Tensor) else value for name, value in args.items()}
+    for name in ("q", "ancestors", "depth"):
+        own[name] = None if own[name] is None else own[name][:, order]
+    torch.testing.assert_close(tree_attention(**own, backend="triton")[0], together[b, order])
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 2**32), shape=st.fixed_dictionaries(CALLS))
+def test_weights_sum_to_one(seed, shape):
+    """Values that are all 3 average to 3, whatever is seen, for every node sees itself."""
+    args = make_call(torch.Generator().manual_seed(seed), **shape)
+    args["v_cache"] = torch.where(args["v_cache"].isnan(), torch.nan, 3.0)
+    out = tree_attention(**args, backend="triton")
+    torch.testing.assert_close(out, torch.full_like(out, 3.0))
+
+
 def test_a_node_that_sees_nothing_gets_zeros(generator):
     args = make_call(generator, lengths=(0, 300), num_nodes=3)
     args["ancestors"][:, 2] = 0
@@ -246,6 +289,19 @@ def test_graph_replay_follows_the_lengths_on_the_device(generator):
         assert_close_to_reference(out, reference(**args), reference(**args, upcast=False))
 
 
+@pytest.mark.gpu
+def test_heads_far_apart_are_addressed_beyond_32_bits(generator):
+    args = make_call(generator, lengths=(5,), heads=(8, 8), dtype=torch.float16)
+    expected = reference(**args), reference(**args, upcast=False)
+    for name in ("k_cache", "v_cache"):  # 7 heads of 3.1e8 elements before the last one
+        batch, capacity, heads, head_dim = args[name].shape
+        far = torch.empty_strided(
+            (batch, capacity, heads, head_dim), (0, head_dim, 310_000_000, 1), dtype=torch.float16, device="cuda"
+        )
+        args[name] = far.copy_(args[name])
+    assert_close_to_reference(tree_attention(**args, backend="triton"), *expected)
+
+
 # rejected arguments
 
 REJECTED = {
@@ -258,6 +314,14 @@ REJECTED = {
     "lengths dtype": ({"lengths": torch.zeros(2).long()}, TypeError, r"lengths: expected torch.int32, got torch.int64"),
     "lengths size": ({"lengths": torch.zeros(3).int()}, ValueError, r"lengths: expected shape \[2\], got \[3\]"),
     "words": ({"ancestors": torch.zeros(2, 6, 2).int()}, ValueError, r"ancestors: expected shape \[2, 6, 1\]"),
+    "list of words": ({"ancestors": [[1]]}, TypeError, r"ancestors: expected a torch.Tensor, got list"),
+    "words of no row": ({"ancestors": torch.zeros(()).int()}, ValueError, r"ancestors: expected shape \[2, 6, 1\]"),
+    "no heads": ({"q": torch.zeros(2, 6, 0, 16)}, ValueError, r"k_cache: expected at least one head, as of q, got 2"),
+    "no dimensions": (
+        {name: torch.zeros(2, 46 if "cache" in name else 6, 4, 0) for name in ("q", "k_cache", "v_cache")},
+        ValueError,
+        r"q: expected a head dimension of 1 to 256, got 0",
+    ),
     "bool mask": ({"ancestors": torch.ones(2, 6, 6).bool()}, TypeError, r"ancestors: expected torch.int32"),
     "fewer tree nodes": ({"num_tree_nodes": 5}, ValueError, r"num_tree_nodes: .* got N = 6 and num_tree_nodes = 5"),
     "tree beyond cache": (
@@ -300,7 +364,8 @@ def test_more_than_512_nodes_are_rejected():
         (64, 80, 2, (64, 64, 128), 4, 3),
         (512, 256, 2, (64, 32, 256), 8, 2),
         (64, 8, 4, (32, 32, 16), 4, 2),
-        (64, 256, 4, (16, 32, 256), 4, 2),
+        (64, 128, 4, (32, 32, 128), 4, 2),
+        (64, 256, 4, (16, 32, 256), 8, 2),
     ],
 )
 def test_launch_config(num_rows, head_dim, itemsize, blocks, num_warps, num_stages):

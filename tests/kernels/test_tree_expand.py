@@ -139,7 +139,7 @@ def test_the_reference_refuses_a_rank_beyond_the_candidates(generator):
         ("candidates", lambda t: t.transpose(1, 2), ValueError, r"candidates: expected stride 1"),
         ("root", lambda t: t.long(), TypeError, r"root: expected torch.int32, got torch.int64"),
         ("lengths", lambda t: t[:1], ValueError, r"lengths: expected shape \[2\], got \[1\]"),
-        ("row", lambda t: t[:0], ValueError, r"row: expected at least one node"),
+        ("row", lambda t: t[:0], ValueError, r"row: expected 1 to 512 nodes, root included, got 0"),
         ("rank", lambda t: t[:3], ValueError, r"rank: expected shape \[9\], got \[3\]"),
         ("depth", lambda t: t.float(), TypeError, r"depth: expected torch.int32, got torch.float32"),
         ("root", lambda t: t.to("meta"), ValueError, r"root: expected a tensor on"),

@@ -1,0 +1,264 @@
+"""Bad trees, in every op that takes one: refused by name on the CPU, harmless in the kernels, which cannot ask."""
+
+import inspect
+
+import pytest
+import torch
+from laws import assert_same, int32
+from test_library import CALLS, LAUNCHERS, call_of
+
+from specdec.kernels import walk
+from specdec.kernels.check import MAX_NODES, check_parent
+from specdec.kernels.dynamic_tree import RerankedTree
+from specdec.kernels.reference import sample_probs as sample_reference
+from specdec.kernels.reference import tree_rerank as rerank_reference
+from specdec.kernels.reference.accept_greedy import accept_greedy as greedy_reference
+from specdec.kernels.reference.accept_naive import accept_naive as naive_reference
+from specdec.kernels.reference.accept_rejection import accept_rejection as rejection_reference
+from specdec.kernels.reference.accept_typical import accept_typical as typical_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WITH_PARENT = sorted(name for name, launcher in LAUNCHERS.items() if "parent" in inspect.signature(launcher).parameters)
+OF_NODES = [name for name in WITH_PARENT if name != "tree_rerank"]
+
+
+def arguments_of(name, **changes):
+    """The arguments of an op's call by their names, changed."""
+    args, kwargs = call_of(name)
+    bound = inspect.signature(LAUNCHERS[name]).bind(*args, **kwargs)
+    return {**bound.arguments, **changes}
+
+
+def on_cpu(arguments):
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
+def test_these_are_the_ops_with_parents():
+    assert {*WITH_PARENT} == {
+        "accept_greedy", "accept_naive", "accept_rejection", "accept_typical", "sample_probs", "tree_rerank",
+        "warp_logits",
+    }  # fmt: skip
+
+
+NODE_CASES = {
+    "a later node": ([-1, 0, 3, 0], "got 3 at place 2 of row 0"),
+    "the node itself": ([-1, 1, 0, 0], "got 1 at place 1 of row 0"),
+    "a root with a parent": ([0, 0, 0, 0], "got 0 at place 0 of row 0"),
+    "no node": ([-1, 0, 4, 0], "got 4 at place 2 of row 0"),
+    "less than -1": ([-1, 0, 0, -2], "got -2 at place 3 of row 0"),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("case", NODE_CASES)
+@pytest.mark.parametrize("name", OF_NODES)
+def test_parents_that_are_no_earlier_nodes_are_refused(name, case, backend):
+    if backend == "triton" and DEVICE == "cuda":
+        pytest.skip("CPU tensors run in the interpreter only")
+    parent, got = NODE_CASES[case]
+    tokens = int32([[1, 2, 3, 4], [4, 3, 2, 1]])
+    arguments = on_cpu(arguments_of(name, parent=int32([parent]), tokens=tokens, backend=backend))
+    with pytest.raises(ValueError, match=f"parent: expected -1 or an earlier node, {got}"):
+        LAUNCHERS[name](**arguments)
+
+
+def test_the_row_of_a_bad_parent_is_named():
+    with pytest.raises(ValueError, match="parent: expected -1 or an earlier node, got 2 at place 1 of row 1"):
+        check_parent(torch.tensor([[-1, 0, 0], [-1, 2, 0]]))
+    check_parent(torch.tensor([[-1, 0, -1, 2], [-1, -1, 1, 0]]))
+    check_parent(torch.empty(0, 4))
+
+
+@pytest.mark.parametrize(("parent", "got"), [(4, "4 at place 1 of row 0"), (-2, "-2 at place 1 of row 0")])
+def test_parents_beyond_the_pool_are_refused(parent, got):
+    arguments = on_cpu(arguments_of("tree_rerank", parent=int32([[-1, parent], [-1, 0]])))
+    with pytest.raises(ValueError, match=f"parent: expected -1 or a candidate below 4, got {got}"):
+        LAUNCHERS["tree_rerank"](**arguments)
+
+
+def test_a_gpu_is_not_asked():
+    """On a device the values are unknown without waiting for it; meta tensors have none at all."""
+    check_parent(torch.empty(1, 4, dtype=torch.int32, device="meta"))
+
+
+# What no launcher refuses on a GPU: the kernels run on it, in bounds, to an end
+
+UNCHECKED = {
+    "accept_greedy": greedy_reference,
+    "accept_naive": naive_reference,
+    "accept_rejection": rejection_reference,
+    "accept_typical": typical_reference,
+}
+WILD = [
+    [3, 0, 5, 0, 4, 2, 10**6],  # a root with a parent, a circle, a node above itself, a far one
+    [-1, 0, 0, -7, 1, 2, 3],
+    [-1, 2, 1, 6, 6, 6, 6],
+    [-1, 0, 1, 2, 3, 4, 5],
+]
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Kernels see what they would see on a GPU, where no launcher looks."""
+    for module in (walk, inspect.getmodule(inspect.unwrap(LAUNCHERS["tree_rerank"]))):
+        monkeypatch.setattr(module, "check_parent", lambda *_, **__: None)
+
+
+def as_padding(parent):
+    return torch.where((parent >= 0) & (parent < torch.arange(parent.shape[1], device=parent.device)), parent, -1)
+
+
+def wild_call(name, generator):
+    batch, num_nodes, vocab = len(WILD), len(WILD[0]), 3
+    tokens = torch.randint(0, vocab, (batch, num_nodes), generator=generator, dtype=torch.int32).to(DEVICE)
+    logits = torch.randn(batch, num_nodes, vocab, generator=generator).to(DEVICE)
+    uniform = torch.rand(batch, num_nodes, generator=generator).to(DEVICE)
+    last = uniform[:, 0].contiguous()
+    rows = torch.arange(num_nodes, dtype=torch.int32, device=DEVICE)
+    return tokens, {
+        "accept_greedy": ((tokens.roll(-1, 1),), {}),
+        "accept_naive": ((logits, uniform), {}),
+        "accept_rejection": ((logits, logits.flip(2), rows, uniform, last), {"replacement": True}),
+        "accept_typical": ((logits, last), {"threshold": 0.2, "alpha": 0.5}),
+    }[name]
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_a_node_with_a_wild_parent_is_padding(generator, unchecked, name):
+    parent = int32(WILD)
+    for _ in range(5):
+        tokens, (rest, keywords) = wild_call(name, generator)
+        verdict = LAUNCHERS[name](tokens, parent, *rest, max_depth=6, **keywords, backend="triton")
+        assert_same(verdict, UNCHECKED[name](tokens, as_padding(parent), *rest, max_depth=6, **keywords))
+
+
+def test_a_climb_ends_at_a_wild_parent(generator, unchecked):
+    parent = int32(WILD)
+    tokens, ((logits, _), _) = wild_call("accept_naive", generator)
+    got = LAUNCHERS["warp_logits"](logits, tokens, parent, repetition_penalty=1.5, backend="triton")
+    expected = sample_reference.warp_logits(logits, tokens, as_padding(parent), repetition_penalty=1.5)
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_list_of_a_wild_parent_is_never_taken(unchecked):
+    tokens, logps = int32([[[1, 2], [3, 4], [5, 6]]]), -torch.ones(1, 3, 2, device=DEVICE)
+    call = {"num_nodes": 7, "max_depth": 4}
+    got = LAUNCHERS["tree_rerank"](tokens, logps, int32([[-1, 10**6, 0]]), int32([9]), **call, backend="triton")
+    # a list below itself is never reached either
+    expected = rerank_reference.tree_rerank(tokens, logps, int32([[-1, 2, 0]]), int32([9]), **call)
+    for field in RerankedTree.__slots__:
+        assert torch.equal(getattr(got, field), getattr(expected, field)), field
+
+
+@pytest.mark.parametrize("wild", [-1, 3, 10**6])
+def test_tokens_that_are_none_are_not_looked_up(generator, wild):
+    """A tree that was padded wrongly: the token has probability 0, and its neighbours in memory are not read."""
+    tokens, parent = int32([[0, wild, 1]]), int32([[-1, 0, 0]])
+    logits = torch.tensor([0.2, 0.7, 0.1], device=DEVICE).log().expand(1, 3, -1)
+    uniform = torch.tensor([[0.9, 0.5, 0.1]], device=DEVICE)
+    typical = LAUNCHERS["accept_typical"](
+        tokens, parent, logits, None, max_depth=1, threshold=0.1, alpha=1.0, backend="triton"
+    )
+    rejection = LAUNCHERS["accept_rejection"](
+        tokens, parent, logits, logits[:, :1], int32([0, 5, 5]), uniform, uniform[:, 0].contiguous(),
+        max_depth=1, replacement=True, backend="triton",
+    )  # fmt: skip
+    for verdict in (typical, rejection):
+        assert 1 not in verdict.path.tolist()[0]
+        assert verdict.num_accepted.item() in (0, 1)
+
+
+def test_no_draft_law_is_read_without_a_walk():
+    """exp(100) is infinite, and 0 times that is no mass."""
+    draft_logits = torch.full((1, 1, 4), 100.0, device=DEVICE)
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE).log()[None, None]
+    for uniform, expected in ((0.05, 0), (0.2, 1), (0.5, 2), (0.9, 3)):
+        verdict = LAUNCHERS["accept_rejection"](
+            int32([[0]]), int32([[-1]]), logits, draft_logits, int32([0]), torch.ones(1, 1, device=DEVICE),
+            torch.tensor([uniform], device=DEVICE), max_depth=0, replacement=True, backend="triton",
+        )  # fmt: skip
+        assert verdict.next_root.item() == expected
+
+
+# Sizes
+
+
+def too_large(name):
+    """Arguments of a tree of one node too many."""
+    nodes = torch.zeros(1, MAX_NODES + 1, dtype=torch.int32)
+    parent, floats = nodes - 1, torch.zeros(1, MAX_NODES + 1, 3)
+    return {
+        "accept_greedy": {"tokens": nodes, "parent": parent, "target_tokens": nodes},
+        "accept_naive": {"tokens": nodes, "parent": parent, "logits": floats},
+        "accept_rejection": {"tokens": nodes, "parent": parent, "logits": floats},
+        "accept_typical": {"tokens": nodes, "parent": parent, "logits": floats},
+        "plan_splits": {"num_tree_nodes": MAX_NODES + 1},
+        "sample_probs": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},
+        "tree_expand": {"row": nodes[0], "rank": nodes[0], "depth": nodes[0]},
+        "tree_rerank": {"num_nodes": MAX_NODES + 1},
+        "warp_logits": {"tokens": nodes, "parent": parent, "logits": floats},
+    }[name]
+
+
+@pytest.mark.parametrize("name", [*WITH_PARENT, "plan_splits", "tree_expand"])
+def test_more_than_512_nodes_are_refused(name):
+    with pytest.raises(ValueError, match=r": expected 1 to 512 nodes, root included, got 513"):
+        LAUNCHERS[name](**on_cpu(arguments_of(name, **too_large(name))))
+
+
+def test_the_largest_tree_is_not_too_large():
+    nodes = torch.zeros(1, MAX_NODES, dtype=torch.int32, device=DEVICE)
+    assert LAUNCHERS["accept_greedy"](nodes, nodes - 1, nodes, max_depth=1).num_accepted.tolist() == [0]
+
+
+# Every launcher, every tensor: dtype, device and last stride
+
+
+TENSORS = [
+    (name, argument)
+    for name in sorted(CALLS)
+    for argument, value in arguments_of(name).items()
+    if isinstance(value, torch.Tensor)
+]
+SINGLE = {name for name in CALLS if sum(case[0] == name for case in TENSORS) == 1}  # on its own device
+OF_ANY_SHAPE = {("rms_norm", "x"), ("swiglu", "gate_up")}  # all but the last dimension are rows
+
+
+@pytest.mark.parametrize(("name", "argument"), TENSORS)
+def test_another_dtype_is_refused(name, argument):
+    wrong = arguments_of(name)
+    wrong[argument] = wrong[argument].to(torch.complex64)
+    with pytest.raises(TypeError, match=rf"^{argument}: expected torch\.\w+( or .*)?, got torch.complex64"):
+        LAUNCHERS[name](**wrong)
+
+
+@pytest.mark.parametrize(("name", "argument"), [case for case in TENSORS if case not in OF_ANY_SHAPE])
+def test_another_shape_is_refused(name, argument):
+    wrong = arguments_of(name)
+    wrong[argument] = wrong[argument][None, None, None, None, None, None, None]
+    with pytest.raises(ValueError, match=r"^\w+(\[0\])?: expected "):
+        LAUNCHERS[name](**wrong)
+
+
+@pytest.mark.parametrize(("name", "argument"), [case for case in TENSORS if case[0] not in SINGLE])
+def test_a_tensor_on_another_device_is_refused(name, argument):
+    wrong = arguments_of(name)
+    wrong[argument] = wrong[argument].to("meta")
+    with pytest.raises(ValueError, match=r"^\w+(\[0\])?: expected a tensor on"):
+        LAUNCHERS[name](**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [case for case in TENSORS if arguments_of(case[0])[case[1]].shape[-1] > 1]
+)
+def test_a_last_dimension_with_gaps_is_refused(name, argument):
+    wrong = arguments_of(name)
+    wrong[argument] = torch.stack([wrong[argument]] * 2, dim=-1).flatten(-2)[..., ::2]
+    with pytest.raises(ValueError, match=rf"^{argument}: expected stride 1 in the last dimension, got 2"):
+        LAUNCHERS[name](**wrong)
+
+
+@pytest.mark.parametrize(("name", "argument"), TENSORS)
+def test_what_is_no_tensor_is_refused(name, argument):
+    with pytest.raises(TypeError, match=rf"^{argument}: expected a torch.Tensor, got list"):
+        LAUNCHERS[name](**arguments_of(name, **{argument: [1]}))

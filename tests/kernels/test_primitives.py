@@ -1,0 +1,49 @@
+"""kernels.primitives: the statistics that all acceptance kernels stand on."""
+
+import pytest
+import torch
+from laws import DEVICE, int32, random_logits
+from tiles import torch_tiles
+
+from specdec.kernels.primitives import softmax_tiles, tiles_config
+
+
+@pytest.mark.parametrize("moment", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 7, 4096, 9000])
+def test_statistics_of_tiles(generator, vocab, dtype, moment):
+    logits = random_logits(generator, 3, 2, vocab, dtype=dtype)
+    logits[0, 0, ::3] = float("nan")
+    logits[0, 1, :4000] = float("-inf")
+    config = tiles_config(vocab)
+    settings = {"budget": int32([2, 0, 1]), "inv_temperature": 1.25, "moment": moment}
+    got, expected = softmax_tiles(logits, config, **settings), torch_tiles(logits, config, **settings)
+    assert (got[2] is None) is (not moment)
+    for a, b in zip(got, expected, strict=True):
+        if b is not None:
+            assert a.shape == (3, 2, config.blocks["NUM_TILES"])
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_finished_request_is_not_read(generator):
+    logits = random_logits(generator, 2, 1, 50)
+    largest, total, _ = softmax_tiles(logits, tiles_config(50), budget=int32([0, -1]))
+    assert largest.tolist() == [[[float("-inf")]]] * 2
+    assert total.tolist() == [[[0.0]]] * 2
+
+
+def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
+    logits = random_logits(generator, 2, 3, 5000)
+    expected = torch_tiles(logits, tiles_config(5000))
+    for a, b in zip(softmax_tiles(logits, tiles_config(5000))[:2], expected[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert reversed_programs[0] == (1, 2, 1)
+
+
+def test_strided_rows_are_read_in_place(generator):
+    logits = random_logits(generator, 2, 5, 60)[:, 1:4, 3:50]
+    for a, b in zip(
+        softmax_tiles(logits, tiles_config(47))[:2], torch_tiles(logits, tiles_config(47))[:2], strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert logits.device.type == DEVICE
