@@ -10,6 +10,7 @@ to a `KVCache` and attends as a pass says (inference); `MaskedAttention` keeps n
 forward for both. Parameter names are those of transformers, so that published checkpoints load as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -141,6 +142,15 @@ class Rotary(nn.Module):
             rope_parameters=dict(config.rope_parameters),
         )
         self.tables = LlamaRotaryEmbedding(llama)
+        self._llama = llama
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Rotary":
+        """As nn.Module, but the frequencies stay in fp32: rounded ones are radians off at far positions."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        inv_freq = self.tables.inv_freq
+        if inv_freq.dtype != torch.float32:
+            self.tables = LlamaRotaryEmbedding(self._llama).to(inv_freq.device)
+        return self
 
     def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [B or 1, T, 1, D] for positions [B or 1, T], in the dtype of `like`."""

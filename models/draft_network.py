@@ -53,10 +53,10 @@ class DraftNetwork(nn.Module):
         raise NotImplementedError(f"{cls.__name__}: no published layout is known")
 
     def check_fits(self, *, vocab_size: int, hidden_size: int) -> None:
-        """Raise ValueError unless the network belongs to a target of these sizes (those that its config names)."""
+        """Raise ValueError unless the network belongs to a target of these sizes (those that its config sets)."""
         for name, expected in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
-            got = getattr(self.config, name, expected)
-            if got != expected:
+            got = getattr(self.config, name, None)
+            if got not in (None, expected):
                 raise ValueError(f"drafter: expected {name} {expected} as the target's, got {got}")
 
 

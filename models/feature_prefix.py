@@ -66,6 +66,11 @@ class FeaturePrefix:
         self._columns = torch.arange(self.width, device=cache.lengths.device)
         self._chain = _chain_words(self.width).to(cache.lengths.device)[None]
 
+    @property
+    def counts(self) -> torch.Tensor:
+        """[B] int64, real pairs that the next `read` gives; 0 for a finished row."""
+        return self._counts
+
     def start(self, tokens: torch.Tensor, lengths: torch.Tensor, features: torch.Tensor) -> Pairs | None:
         """Take in a prompt.
 

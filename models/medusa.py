@@ -1,64 +1,83 @@
 """Medusa heads: K residual blocks on one hidden state, each with an LM head of its own.
 
 Equation:   logits_k = W_k (x + SiLU(R_k x + b_k)),  k = 1 .. K;  head k predicts the token k + 1 places after x's
-Source:     Medusa (arXiv:2401.10774) section 2.1.1; the authors' `medusa_lm_head` files
+Source:     Medusa (arXiv:2401.10774) section 2.1.1; the authors' `medusa_lm_head` files and Medusa-2 models
 Shapes:     x [B, C]; R [K, L, C, C], b [K, L, C]; W [K, V, C]; logits [B, K, V]
 
-All heads run as one batched matrix product per layer. Files keep the authors' names, `{k}.{layer}.linear.weight`,
-`{k}.{layer}.linear.bias`, `{k}.{num_layers}.weight`, so that published checkpoints and ours read alike.
+All heads run as one batched matrix product per layer. The authors' names are `{k}.{layer}.linear.weight`,
+`{k}.{layer}.linear.bias` and `{k}.{num_layers}.weight`; a Medusa-2 checkpoint holds the whole model and has them under
+the prefix `medusa_head.`. Files of the authors' "version 2" have no W: all heads use the target's LM head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 from torch import nn
+from transformers import PretrainedConfig
+
+from specdec.models.draft_network import DraftNetwork
 
 __all__ = ["MedusaConfig", "MedusaHeads"]
+
+_PREFIX = "medusa_head."
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Sizes of a set of Medusa heads."""
+    """Sizes of a set of Medusa heads.
+
+    Attributes:
+        vocab_size: None where the heads have no LM heads of their own but share the target's.
+        num_layers: residual blocks per head.
+    """
 
     hidden_size: int
-    vocab_size: int
+    vocab_size: int | None
     num_heads: int = 4
     num_layers: int = 1
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
 
-    def check_fits(self, *, vocab_size: int, hidden_size: int) -> None:
-        """Raise ValueError unless the heads belong to a target of these sizes."""
-        if self.vocab_size != vocab_size:
-            raise ValueError(
-                f"drafter: expected a vocabulary of {vocab_size} tokens as the target's, got {self.vocab_size}"
-            )
-        if self.hidden_size != hidden_size:
-            raise ValueError(f"drafter: expected hidden size {hidden_size} as the target's, got {self.hidden_size}")
+    @classmethod
+    def for_target(cls, config: PretrainedConfig, **changes: Any) -> "MedusaConfig":
+        """Sizes for a target of this configuration; `changes` replace some of them."""
+        config = config.get_text_config(decoder=True)
+        return cls(**{"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, **changes})
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(DraftNetwork):
     """K heads on the target's state."""
 
+    config_class: ClassVar[type] = MedusaConfig
+
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         heads, layers, width = config.num_heads, config.num_layers, config.hidden_size
         self.block_weight = nn.Parameter(torch.zeros(heads, layers, width, width))
         self.block_bias = nn.Parameter(torch.zeros(heads, layers, width))
-        self.lm_head = nn.Parameter(torch.zeros(heads, config.vocab_size, width))
+        if config.vocab_size is not None:
+            self.lm_head = nn.Parameter(torch.zeros(heads, config.vocab_size, width))
 
-    def forward(self, hidden: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        num_heads: int | None = None,
+        *,
+        lm_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Logits of the first `num_heads` heads.
 
         Args:
             hidden: [B, C] states that entered the target's LM head.
             num_heads: how many heads to run; all by default.
+            lm_head: the target's, [.., C] to [.., V]; needed by heads without their own.
 
         Returns:
             [B, num_heads, V] logits.
@@ -68,7 +87,11 @@ class MedusaHeads(nn.Module):
         for layer in range(self.config.num_layers):
             weight, bias = self.block_weight[:count, layer], self.block_bias[:count, layer]
             state = state + F.silu(torch.baddbmm(bias[:, None], state, weight.mT))
-        return torch.bmm(state, self.lm_head[:count].mT).transpose(0, 1)
+        if self.config.vocab_size is not None:
+            return torch.bmm(state, self.lm_head[:count].mT).transpose(0, 1)
+        if lm_head is None:
+            raise ValueError("lm_head: expected the target's, which heads without their own share, got None")
+        return lm_head(state.transpose(0, 1))
 
     @torch.no_grad()
     def start_from(self, lm_head: torch.Tensor) -> None:
@@ -76,49 +99,69 @@ class MedusaHeads(nn.Module):
         self.lm_head.copy_(lm_head.expand_as(self.lm_head))
 
     def to_published(self) -> dict[str, torch.Tensor]:
-        """The tensors under the authors' names."""
-        tensors = {}
-        for head in range(self.config.num_heads):
-            for layer in range(self.config.num_layers):
-                tensors[f"{head}.{layer}.linear.weight"] = self.block_weight[head, layer]
-                tensors[f"{head}.{layer}.linear.bias"] = self.block_bias[head, layer]
-            tensors[f"{head}.{self.config.num_layers}.weight"] = self.lm_head[head]
-        return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        """The tensors under the authors' names, for a `medusa_lm_head` file that their code reads."""
+        return {name: tensor.detach().contiguous() for name, tensor in self._views().items()}
 
     @classmethod
-    def from_published(cls, tensors: Mapping[str, torch.Tensor]) -> "MedusaHeads":
-        """Build heads from tensors under the authors' names; sizes are read off the tensors, not the config.
+    def recognises(cls, names: set[str], config: Mapping[str, Any]) -> bool:  # noqa: ARG003 - interface
+        """Whether these are Medusa heads, alone or beside the model that they were trained with."""
+        return "0.0.linear.weight" in names or f"{_PREFIX}0.0.linear.weight" in names
+
+    @classmethod
+    def from_published(cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> "MedusaHeads":
+        """Build heads from tensors under the authors' names.
+
+        Sizes are read off the tensors: the published config says two heads where the file has five.
 
         Raises:
             ValueError: a missing, unexpected or misshapen tensor, by name.
         """
-        head_names = [
-            name for name in tensors if name.count(".") == 2 and not name.endswith(("linear.weight", "linear.bias"))
-        ]
-        indices = {name.split(".")[0] for name in tensors}
-        if not indices or not all(index.isdigit() for index in indices):
-            odd = sorted(name for name in tensors if not name.split(".")[0].isdigit())
+        # of a Medusa-2 model only the heads are read; the target is loaded by its user
+        within_model = [name for name in tensors if name.startswith(_PREFIX)]
+        if within_model:
+            tensors = {name.removeprefix(_PREFIX): tensors[name] for name in within_model}
+        odd = sorted(name for name in tensors if not name.split(".")[0].isdigit())
+        if odd or not tensors:
             raise ValueError(f"checkpoint: expected tensors named '0.0.linear.weight', ..., got {odd[:3] or 'none'}")
-        if head_names:  # '{k}.{layers}.weight' has two dots
-            layers = int(head_names[0].split(".")[1])
-        else:
-            raise ValueError("checkpoint: missing the LM heads ('0.1.weight', ...)")
-        lm_head = tensors[head_names[0]]
-        config = MedusaConfig(
-            hidden_size=lm_head.shape[1], vocab_size=lm_head.shape[0], num_heads=len(indices), num_layers=layers
-        )
-        heads = cls(config).to(lm_head.dtype)
-        expected = heads.to_published()
+        sizes = _sizes_of(tensors, shares_lm_head=str(config.get("version")) == "2")
+        with torch.device("meta"):
+            expected = cls(sizes)._views()
         missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
         if missing or unexpected:
             raise ValueError(f"checkpoint: missing tensors {missing}, unexpected tensors {unexpected}")
         for name, tensor in tensors.items():
             if tensor.shape != expected[name].shape:
                 raise ValueError(f"{name}: expected shape {list(expected[name].shape)}, got {list(tensor.shape)}")
+        heads = cls(sizes).to(tensors["0.0.linear.weight"].dtype)
         with torch.no_grad():
-            for head in range(config.num_heads):
-                for layer in range(layers):
-                    heads.block_weight[head, layer] = tensors[f"{head}.{layer}.linear.weight"]
-                    heads.block_bias[head, layer] = tensors[f"{head}.{layer}.linear.bias"]
-                heads.lm_head[head] = tensors[f"{head}.{layers}.weight"]
+            for name, part in heads._views().items():
+                part.copy_(tensors[name])
         return heads
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        """The parts of the parameters under the authors' names."""
+        layers = self.config.num_layers
+        views = {}
+        for head in range(self.config.num_heads):
+            for layer in range(layers):
+                views[f"{head}.{layer}.linear.weight"] = self.block_weight[head, layer]
+                views[f"{head}.{layer}.linear.bias"] = self.block_bias[head, layer]
+            if self.config.vocab_size is not None:
+                views[f"{head}.{layers}.weight"] = self.lm_head[head]
+        return views
+
+
+def _sizes_of(tensors: Mapping[str, torch.Tensor], *, shares_lm_head: bool) -> MedusaConfig:
+    """The configuration that tensors under the authors' names belong to."""
+    block = tensors.get("0.0.linear.weight")
+    if block is None or block.ndim != 2:
+        raise ValueError("checkpoint: expected the matrix '0.0.linear.weight' of the first head, got none")
+    num_heads = len({name.split(".")[0] for name in tensors})
+    if shares_lm_head:
+        num_layers = len([name for name in tensors if name.startswith("0.") and name.endswith(".linear.weight")])
+        return MedusaConfig(block.shape[0], None, num_heads, num_layers)
+    lm_heads = [name for name in tensors if name.count(".") == 2 and name.endswith(".weight")]
+    if not lm_heads:
+        raise ValueError("checkpoint: missing the LM heads ('0.1.weight', ...)")
+    first = min(lm_heads)  # '{head}.{num_layers}.weight'
+    return MedusaConfig(block.shape[0], tensors[first].shape[0], num_heads, int(first.split(".")[1]))

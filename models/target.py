@@ -149,25 +149,33 @@ class Target:
         with _LOCKS.setdefault(self.model, threading.RLock()):
             attention = self.model.config._attn_implementation
             training = [module for module in self.model.modules() if module.training]
-            handles = []
             try:
                 self.model.eval()
                 if attention != _ATTENTION_NAME:
                     self.model.set_attn_implementation(_ATTENTION_NAME)
-                decoder = self.model.get_decoder()
-                handles.append(decoder.register_forward_hook(self._keep_hidden))
-                for taps, layer in zip(self._taps, self.tap_layers, strict=True):
-                    handles.append(_decoder_layers(decoder)[layer].register_forward_hook(_keep_in(taps)))
-                yield
+                with self._keeping_states():
+                    yield
             finally:
-                for handle in handles:
-                    handle.remove()
                 if attention != _ATTENTION_NAME:
                     self.model.set_attn_implementation(attention)
                 for module in training:
                     module.training = True
-                self._take_states()
                 _own_buffers(self.model)
+
+    @torch.no_grad()
+    def read(self, tokens: torch.Tensor) -> TargetOutput:
+        """Run whole texts by the model's own forward pass, without a cache: what drafters learn from.
+
+        Args:
+            tokens: [B, T] int64, right-padded with any valid token.
+
+        Returns:
+            Logits, states and taps of all T tokens; row t of the logits predicts token t + 1.
+        """
+        with self._keeping_states():
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            hidden, taps = self._take_states()
+        return TargetOutput(logits, hidden, taps)
 
     def prefill(
         self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = 2048
@@ -257,6 +265,21 @@ class Target:
             specdec_pass=model_pass,
         )
         return output.logits
+
+    @contextmanager
+    def _keeping_states(self) -> Iterator[None]:
+        """Keep the final state and the tapped layers' outputs of every pass inside the block."""
+        handles = []
+        try:
+            decoder = self.model.get_decoder()
+            handles.append(decoder.register_forward_hook(self._keep_hidden))
+            for taps, layer in zip(self._taps, self.tap_layers, strict=True):
+                handles.append(_decoder_layers(decoder)[layer].register_forward_hook(_keep_in(taps)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._take_states()
 
     def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002 - hook signature
         self._hidden.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])  # type: ignore[index]

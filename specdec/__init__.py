@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from specdec.acceptance import AcceptanceStats, Greedy
+    from specdec.acceptance import AcceptanceStats, Greedy, Naive, Rejection, Traversal, Typical
     from specdec.checking import CheckReport, check
     from specdec.checkpoints import load_drafter
     from specdec.decoder import Decoder, DecodeResult
     from specdec.draft_tree import DraftTree
     from specdec.drafters.base import Drafter
-    from specdec.generation import SpecDecodeOutput, generate
+    from specdec.generation import SpecDecodeOutput, generate, hf_generate
     from specdec.kernels.verdict import Verdict
     from specdec.models.target import Target
     from specdec.tiny import load_tiny
@@ -30,13 +30,18 @@ _HOMES = {
     "DraftTree": "specdec.draft_tree",
     "Drafter": "specdec.drafters.base",
     "Greedy": "specdec.acceptance",
+    "Naive": "specdec.acceptance",
+    "Rejection": "specdec.acceptance",
     "SpecDecodeOutput": "specdec.generation",
     "Target": "specdec.models.target",
+    "Traversal": "specdec.acceptance",
     "TreeShape": "specdec.trees",
+    "Typical": "specdec.acceptance",
     "Verdict": "specdec.kernels.verdict",
     "as_tree_shape": "specdec.trees",
     "check": "specdec.checking",
     "generate": "specdec.generation",
+    "hf_generate": "specdec.generation",
     "load_drafter": "specdec.checkpoints",
     "load_tiny": "specdec.tiny",
     "preset_names": "specdec.trees",
@@ -50,13 +55,18 @@ __all__ = [
     "DraftTree",
     "Drafter",
     "Greedy",
+    "Naive",
+    "Rejection",
     "SpecDecodeOutput",
     "Target",
+    "Traversal",
     "TreeShape",
+    "Typical",
     "Verdict",
     "as_tree_shape",
     "check",
     "generate",
+    "hf_generate",
     "load_drafter",
     "load_tiny",
     "preset_names",

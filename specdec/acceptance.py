@@ -1,76 +1,293 @@
-"""Acceptance rules: which of the proposed nodes are kept. One definition of the rule, one of the statistics.
+"""Acceptance rules: which of the proposed nodes are kept. One definition of each rule, one of the statistics.
 
-The rule of this release is greedy. A rule turns the target's logits at every node into a `Verdict`; it never looks at
-the drafter. `AcceptanceStats` counts what the verdicts did, in the terms of docs/glossary.md.
+A rule turns the target's logits at every node into a `Verdict`. It never asks what kind of drafter proposed the tree,
+only whether its tokens were drawn from laws that it knows.
 """
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
+from specdec.candidates import Choose, DraftLaw, Sampled, TopK
 from specdec.draft_tree import DraftTree
+from specdec.drafters.base import Drafter
+from specdec.dynamic_tree import DynamicTree
 from specdec.kernels.accept_greedy import accept_greedy
+from specdec.kernels.accept_naive import accept_naive
+from specdec.kernels.accept_rejection import accept_rejection
+from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.launch import Backend
 from specdec.kernels.verdict import Verdict
+from specdec.kernels.walk import draw, softmax_masses
+from specdec.randomness import Stream, Uniforms
+from specdec.traversal import accept_traversal
+from specdec.trees import TreeShape
 
-__all__ = ["AcceptanceRule", "AcceptanceStats", "Greedy"]
-
-
-class AcceptanceRule(Protocol):
-    """Decides which nodes of a tree the target accepts."""
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output is exactly what plain decoding with the target would give."""
-        ...
-
-    def first(self, logits: torch.Tensor) -> torch.Tensor:
-        """The first emitted token [B] int32, from the prompt's logits [B, V]."""
-        ...
-
-    def verify(
-        self, tree: DraftTree, logits: torch.Tensor, budget: torch.Tensor, stop_tokens: torch.Tensor | None
-    ) -> Verdict:
-        """Accept nodes.
-
-        Args:
-            tree: the proposal.
-            logits: [B, N, V] the target's logits at every node.
-            budget: [B] int32 tokens that each row may still emit; 0 for a finished row.
-            stop_tokens: [E] int32 tokens after which a row ends, or None.
-        """
-        ...
+__all__ = [
+    "RULES",
+    "AcceptanceRule",
+    "AcceptanceStats",
+    "Greedy",
+    "Limits",
+    "Naive",
+    "Rejection",
+    "Traversal",
+    "Typical",
+    "choose_rule",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy:
-    """Keep the path on which every token is the target's most probable one. Lossless for greedy decoding.
+class Limits:
+    """Where emission ends, whatever the rule.
 
     Attributes:
-        backend: what runs the kernel; by default decided by the device.
+        budget: [B] int32 tokens that each row may still emit; 0 for a finished row.
+        stop_tokens: [E] int32 tokens after which a row ends, or None.
+        backend: what runs the kernels; by default decided by the device.
     """
 
+    budget: torch.Tensor
+    stop_tokens: torch.Tensor | None
     backend: Backend | None = None
-    lossless: bool = field(default=True, init=False)
 
-    def first(self, logits: torch.Tensor) -> torch.Tensor:
-        """The most probable token of each row; the lowest id wins a tie."""
-        return logits.argmax(-1).int()
+    def arguments(self) -> dict[str, Any]:
+        """As keywords of an acceptance op."""
+        return {"budget": self.budget, "stop_tokens": self.stop_tokens, "backend": self.backend}
 
-    def verify(
-        self, tree: DraftTree, logits: torch.Tensor, budget: torch.Tensor, stop_tokens: torch.Tensor | None
-    ) -> Verdict:
+
+class AcceptanceRule(ABC):
+    """Decides which nodes of a tree the target accepts, and how the drafter picks its candidates meanwhile.
+
+    Logits come processed: their softmax is the law that plain decoding would sample from.
+
+    Attributes:
+        name: by which users ask for the rule.
+        lossless: whether the output is exactly what plain decoding with the target would give: the same tokens
+            (greedy), or tokens of the same law (sampling).
+        samples: whether it samples the target; False where the most probable token is wanted.
+        draws_drafts: whether it needs a drafter that draws its candidates from known laws.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = True
+    samples: ClassVar[bool] = True
+    draws_drafts: ClassVar[bool] = False
+
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:  # noqa: ARG002 - interface
+        """How drafters pick candidates under this rule: the best ones, unless it draws them."""
+        return TopK()
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+        if self.draws_drafts and not drafter.can_sample:
+            raise ValueError(
+                f"acceptance: {self.name} needs a drafter that draws its candidates from a known law, "
+                f"got {drafter.kind}; use acceptance='naive', which is lossless for any proposal"
+            )
+        if self.draws_drafts and not _takes_first_ranks(drafter.shape):
+            raise ValueError(
+                f"tree: expected children that take the ranks 0, 1, ... for acceptance={self.name!r}, "
+                f"as candidates are tried in the order in which they were drawn; got {drafter.shape!r}"
+            )
+
+    def first(self, logits: torch.Tensor, uniforms: Uniforms) -> torch.Tensor:
+        """The first emitted token [B] int32, from the prompt's logits [B, V]."""
+        if not self.samples:
+            return logits.argmax(-1).int()
+        return draw(softmax_masses(logits, upcast=False), uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0]).int()
+
+    @abstractmethod
+    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Accept nodes of `tree`; `logits [B, N, V]` are the target's at every node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy(AcceptanceRule):
+    """Keep the path on which every token is the target's most probable one. Lossless for greedy decoding."""
+
+    name: ClassVar[str] = "greedy"
+    samples: ClassVar[bool] = False
+
+    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
         """Walk down from the root as long as a child carries the target's token."""
-        return accept_greedy(
+        best = logits.argmax(-1).int()
+        return accept_greedy(tree.tokens, tree.parent, best, max_depth=tree.max_depth, **limits.arguments())
+
+
+@dataclass(frozen=True, slots=True)
+class Naive(AcceptanceRule):
+    """Draw the target's own token at every node and follow it. Lossless whatever was proposed, and however (MCNS)."""
+
+    name: ClassVar[str] = "naive"
+
+    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Walk down from the root as long as a child carries the token drawn at its parent."""
+        uniform = uniforms.draw(Stream.VERIFY, tree.tokens.shape[1])
+        return accept_naive(
+            tree.tokens, tree.parent, logits, uniform, max_depth=tree.max_depth, **limits.arguments()
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection(AcceptanceRule):
+    """Try siblings in turn, each against what is left of the target's law (MCSS; SpS on a chain). Lossless.
+
+    Attributes:
+        replacement: siblings are independent draws; otherwise each excludes those before it.
+    """
+
+    replacement: bool = False
+    name: ClassVar[str] = "rejection"
+    draws_drafts: ClassVar[bool] = True
+
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
+        """Draw from the drafter's law."""
+        return Sampled(law, replacement=self.replacement, uniforms=uniforms)
+
+    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Recursive rejection from the root down."""
+        laws, law_row = _laws(tree)
+        return accept_rejection(
             tree.tokens,
             tree.parent,
-            logits.argmax(-1).int(),
+            logits,
+            laws,
+            law_row,
+            uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
+            uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
+            replacement=self.replacement,
             max_depth=tree.max_depth,
-            budget=budget,
-            stop_tokens=stop_tokens,
-            backend=self.backend,
+            **limits.arguments(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Traversal(AcceptanceRule):
+    """Judge whole drafted sequences from the leaves up; never accepts less than `Rejection` on a chain. Lossless.
+
+    On a chain it is block verification.
+    """
+
+    name: ClassVar[str] = "traversal"
+    draws_drafts: ClassVar[bool] = True
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+        AcceptanceRule.check(self, drafter)
+        is_chain = drafter.shape.num_nodes == drafter.shape.max_depth + 1
+        if drafter.shares_candidates and not is_chain:
+            # a list that was refused below one parent is no longer a fresh draw below the next
+            raise ValueError(
+                f"acceptance: traversal needs a chain, or candidates drawn for every parent anew, but {drafter.kind} "
+                "offers one list to several parents; use acceptance='rejection'"
+            )
+
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
+        """Draw from the drafter's law, without replacement."""
+        return Sampled(law, replacement=False, uniforms=uniforms)
+
+    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Traversal verification."""
+        laws, law_row = _laws(tree)
+        if tree.shape is None:
+            raise ValueError(f"acceptance: {self.name} needs a tree of the same shape for all rows")
+        return accept_traversal(
+            tree.tokens,
+            tree.shape,
+            logits,
+            laws,
+            law_row,
+            uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
+            uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
+            **limits.arguments(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Typical(AcceptanceRule):
+    """Accept what the target finds probable enough: p(x) > min(threshold, alpha exp(-H(p))). LOSSY.
+
+    Source: Medusa (arXiv:2401.10774) section 2.3.1; Hydra takes alpha = sqrt(threshold).
+
+    Attributes:
+        threshold: no more than this probability is ever asked for.
+        alpha: factor of exp(-entropy).
+    """
+
+    threshold: float = 0.09
+    alpha: float = 0.3
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "alpha"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a number over 0 and at most 1, got {getattr(self, name)}")
+
+    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
+        """The longest acceptable path; the next root is the most probable token after it."""
+        return accept_typical(
+            tree.tokens,
+            tree.parent,
+            logits,
+            None,
+            threshold=self.threshold,
+            alpha=self.alpha,
+            max_depth=tree.max_depth,
+            **limits.arguments(),
+        )
+
+
+RULES: dict[str, type[AcceptanceRule]] = {
+    rule.name: rule for rule in (Greedy, Naive, Rejection, Traversal, Typical)
+}  # fmt: skip
+
+
+def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample: bool) -> AcceptanceRule:
+    """The rule that `acceptance` means.
+
+    Args:
+        acceptance: a rule, the name of one, or "auto": greedy without sampling; with it, the lossless rule that accepts
+            most of what this drafter proposes by itself.
+        drafter: what proposes.
+        do_sample: whether tokens are sampled.
+
+    Raises:
+        TypeError, ValueError: no such rule, or one that contradicts `do_sample` or cannot judge the drafter.
+    """
+    if isinstance(acceptance, str):
+        if acceptance == "auto":
+            acceptance = "greedy" if not do_sample else drafter.sampling_rule
+        if acceptance not in RULES:
+            raise ValueError(f"acceptance: expected auto, {', '.join(RULES)} or a rule, got {acceptance!r}")
+        rule = RULES[acceptance]()
+    elif isinstance(acceptance, AcceptanceRule):
+        rule = acceptance
+    else:
+        raise TypeError(f"acceptance: expected a name or an acceptance rule, got {type(acceptance).__name__}")
+    if rule.samples and not do_sample:
+        raise ValueError(f"acceptance: {rule.name} samples, which contradicts do_sample=False")
+    if isinstance(rule, Greedy) and do_sample:
+        raise ValueError("acceptance: greedy never samples, which contradicts do_sample=True")
+    rule.check(drafter)
+    return rule
+
+
+def _laws(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
+    if tree.laws is None or tree.law_row is None:
+        raise ValueError("acceptance: expected a tree with the laws that its tokens were drawn from, got one without")
+    return tree.laws, tree.law_row
+
+
+def _takes_first_ranks(shape: TreeShape | DynamicTree) -> bool:
+    """Whether the tree is static, and the children of every node take the ranks 0, 1, ..., without a gap."""
+    return isinstance(shape, TreeShape) and all(
+        shape.parent[node - rank] == shape.parent[node] for node, rank in enumerate(shape.rank) if rank > 0
+    )
 
 
 @dataclass(slots=True)

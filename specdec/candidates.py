@@ -1,8 +1,8 @@
 """How a drafter's logits become candidate tokens: the best ones, or a sample whose law is known.
 
 A drafter with a network calls `choose(logits, num_ranks)` wherever it needs candidates, and does not know which rule it
-is. With `TopK` the tree is deterministic; a sampling rule also hands back the laws it drew from, which lossless
-rejection needs.
+is. With `TopK` the tree is deterministic; `Sampled` also hands back the laws it drew from, which lossless rejection
+needs.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Candidates", "Choose", "TopK"]
+from specdec.kernels.sample_probs import warp_logits
+from specdec.randomness import Stream, Uniforms
+
+__all__ = ["Candidates", "Choose", "DraftLaw", "Sampled", "TopK"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +51,60 @@ class TopK:
     def __call__(self, logits: torch.Tensor, num_ranks: int) -> Candidates:
         """As `Choose`."""
         return Candidates(logits.topk(num_ranks, dim=-1).indices)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """The law that candidates are drawn from: softmax of the drafter's logits after these warpers, as in transformers.
+
+    Any law keeps the output exact; the closer to the target's, the more is accepted.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits [B, M, V] float32."""
+        return warp_logits(
+            logits, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )  # fmt: skip
+
+
+class Sampled:
+    """Draw the candidates.
+
+    Args:
+        law: what they are drawn from.
+        replacement: the tokens of a list are independent draws; otherwise each excludes those before it, and what is
+            left when a law has too few tokens carries probability 0 and is never accepted.
+        uniforms: the batch's random numbers.
+    """
+
+    def __init__(self, law: DraftLaw, *, replacement: bool, uniforms: Uniforms) -> None:
+        self.law = law
+        self.replacement = replacement
+        self.uniforms = uniforms
+        self._calls = 0
+
+    def __call__(self, logits: torch.Tensor, num_ranks: int) -> Candidates:
+        """As `Choose`."""
+        laws = self.law(logits)
+        batch_size, num_lists, vocab_size = laws.shape
+        count = num_ranks if self.replacement else vocab_size
+        draw = self.uniforms.draw if self.replacement else self.uniforms.exponential
+        numbers = draw(Stream.DRAFT + self._calls, num_lists * count).view(batch_size, num_lists, count)
+        self._calls += 1
+        if self.replacement:
+            running = laws.softmax(-1).double().cumsum(-1)
+            # the first token whose running sum is above the goal: it has mass, even where the goal is 0
+            tokens = torch.searchsorted(running, numbers.double() * running[..., -1:], right=True)
+        else:
+            # the order of arrival in an exponential race is that of draws without replacement
+            tokens = (laws - numbers.log()).topk(num_ranks, dim=-1).indices
+        return Candidates(tokens, laws)
+
+    def next_step(self) -> None:
+        """Begin the streams of the next step."""
+        self._calls = 0

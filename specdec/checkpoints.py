@@ -1,38 +1,40 @@
-"""From a name, a path or a model to a drafter; and drafters to folders.
+"""From a name, a path or a model to a drafter.
 
-A folder of ours holds `specdec.json` (its kind), `model.safetensors` and, if one was chosen, `tree.json`. A folder
-with a transformers `config.json` that names a causal LM is a draft model. The authors' Medusa-1 files
-(`medusa_lm_head.pt` or `.safetensors`) load as they are.
+What a folder holds is told by its files: a `specdec.json` is ours (`drafter_folder`); the authors' files are known by
+the names of their tensors, which each network class recognises; any other causal LM is a draft model.
 """
 
-import json
+import logging
 import os
-import pickle
-from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from specdec.drafter_folder import RECORD, TREE, WEIGHTS, DrafterRecord, TargetRecord, config_from
+from specdec.drafter_kinds import (
+    DRAFTER_KINDS,
+    KINDS_WITHOUT_WEIGHTS,
+    NETWORK_KINDS,
+    drafter_class,
+    network_class,
+    settings_of,
+)
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.medusa import Medusa
-from specdec.drafters.none import NoDrafter
-from specdec.drafters.prompt_lookup import PromptLookup
-from specdec.files import replace_folder
-from specdec.models.medusa import MedusaHeads
+from specdec.dynamic_tree import AnyTreeLike, DynamicTree, as_tree, load_tree
+from specdec.models.draft_network import DraftNetwork, load_strictly
 from specdec.models.target import Target
-from specdec.trees import TreeLike, TreeShape, as_tree_shape
+from specdec.published import TensorFiles, download, read_config, tensor_files
+from specdec.trees import TreeShape
 
-__all__ = ["DRAFTER_KINDS", "load_drafter", "save_medusa"]
+__all__ = ["DRAFTER_KINDS", "load_drafter"]
 
-DRAFTER_KINDS = ("none", "prompt_lookup", "medusa", "draft_model")
-_WITHOUT_WEIGHTS: dict[str, Callable[..., Drafter]] = {"none": NoDrafter, "prompt_lookup": PromptLookup}
-_PUBLISHED_MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-_DEFAULT_DRAFT_MODEL_TREE: TreeLike = (4, 2, 2)
+logger = logging.getLogger(__name__)
+
+_DEFAULT_DRAFT_MODEL_TREE = (4, 2, 2)
 
 
 def load_drafter(
@@ -40,22 +42,26 @@ def load_drafter(
     target: PreTrainedModel | Target,
     *,
     kind: str | None = None,
-    tree: TreeLike | None = None,
+    tree: AnyTreeLike | None = None,
+    any_target: bool = False,
     **settings: Any,
 ) -> Drafter:
     """Make a drafter that fits `target`.
 
     Args:
-        source: a kind that needs no weights (`"none"`, `"prompt_lookup"`), a folder, a hub id of a causal LM, a loaded
-            causal LM, or None for plain decoding. A `Drafter` is returned as it is.
+        source: a kind that needs no weights (`"none"`, `"prompt_lookup"`, ...), a folder or file of weights, a hub id,
+            a loaded causal LM, or None for plain decoding. A `Drafter` is returned as it is.
         target: what it will draft for.
         kind: what `source` holds, when the files do not tell.
-        tree: the draft tree, in any of the forms of `specdec.trees.as_tree_shape`.
+        tree: the draft tree, in any of the forms of `specdec.dynamic_tree.as_tree`; with `"dynamic"`, for drafters that
+            grow their trees, the settings `num_nodes` (root counted), `depth` and `top_k` are its limits.
+        any_target: load a drafter that was trained for another target of the same sizes.
         settings: settings of the kind, such as prompt_lookup's `max_ngram` and `num_draft_tokens`.
 
     Raises:
-        FileNotFoundError: no such folder, and no kind of that name.
-        TypeError, ValueError: settings that the kind does not have, a malformed checkpoint, a drafter that misfits.
+        FileNotFoundError: no such folder or repository, and no kind of that name.
+        TypeError: a setting that the kind does not have.
+        ValueError: a malformed checkpoint, or one of another target.
     """
     target = target if isinstance(target, Target) else Target(target)
     if isinstance(source, Drafter):
@@ -67,95 +73,160 @@ def load_drafter(
     if isinstance(source, PreTrainedModel):
         return _draft_model(source, tree, settings)
     name = os.fspath(source)
-    if name in _WITHOUT_WEIGHTS:
+    if name in KINDS_WITHOUT_WEIGHTS:
         return _without_weights(name, tree, settings)
-    if name in DRAFTER_KINDS:
-        raise ValueError(f"drafter: expected a folder with {name} weights, got the kind's name alone")
     path = Path(name)
-    kind = kind or _kind_of(path)
-    if kind == "medusa":
-        return _load_medusa(path, tree, settings)
-    if kind != "draft_model":
-        raise ValueError(f"kind: expected one of {', '.join(DRAFTER_KINDS)}, got {kind!r}")
-    return _draft_model(AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype), tree, settings)
-
-
-def save_medusa(heads: MedusaHeads, folder: str | os.PathLike[str], *, tree: TreeShape | None = None) -> None:
-    """Save heads (and the tree to use with them) to a folder that `load_drafter` reads; replaced in one step."""
-    with replace_folder(folder) as staging:
-        save_file(heads.to_published(), staging / "model.safetensors")
-        record = {"kind": "medusa", "format": 1}
-        staging.joinpath("specdec.json").write_text(json.dumps(record, indent=2) + "\n")
-        if tree is not None:
-            tree.save(staging / "tree.json")
-
-
-def _without_weights(kind: str, tree: TreeLike | None, settings: dict[str, Any]) -> Drafter:
-    if tree is not None and kind == "prompt_lookup":
-        shape = as_tree_shape(tree)
-        if shape != TreeShape.chain(shape.max_depth):
-            raise ValueError(f"tree: expected a chain, which is all that prompt_lookup proposes, got {shape!r}")
-        settings = {"num_draft_tokens": shape.max_depth, **settings}
-    elif tree is not None:
-        raise ValueError("tree: expected None without a drafter, which proposes nothing")
-    try:
-        return _WITHOUT_WEIGHTS[kind](**settings)
-    except TypeError as error:
-        raise TypeError(f"drafter: {kind} does not take these settings: {error}") from error
-
-
-def _draft_model(model: PreTrainedModel, tree: TreeLike | None, settings: dict[str, Any]) -> DraftModel:
-    if settings:
-        raise TypeError(f"{next(iter(settings))}: draft_model has no such setting")
-    return DraftModel(model, as_tree_shape(_DEFAULT_DRAFT_MODEL_TREE if tree is None else tree))
-
-
-def _kind_of(path: Path) -> str:
-    """What a folder holds, by its files."""
     if not path.exists():
+        if name in DRAFTER_KINDS:
+            raise ValueError(f"drafter: expected a folder with {name} weights, got the kind's name alone")
         if path.suffix or len(path.parts) != 2:  # a hub id is owner/name
             raise FileNotFoundError(
-                f"drafter: expected a kind ({', '.join(_WITHOUT_WEIGHTS)}), a folder or a hub id, got {str(path)!r}"
+                f"drafter: expected a kind ({', '.join(KINDS_WITHOUT_WEIGHTS)}), a folder or a hub id, got {name!r}"
             )
-        return "draft_model"
-    if any((path / name).exists() for name in _PUBLISHED_MEDUSA):
-        return "medusa"
-    record = path / "specdec.json"
-    if record.exists():
-        try:
-            return str(json.loads(record.read_text())["kind"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{record}: expected a JSON object with the key 'kind', got {error!r}") from error
-    if (path / "config.json").exists():
-        return "draft_model"
-    raise FileNotFoundError(
-        f"drafter: expected specdec.json, {_PUBLISHED_MEDUSA[0]} or config.json in {path}, got none"
-    )
+        path = download(name)
+    if (path / RECORD).exists():
+        return _load_own(path, target, kind, tree, any_target, settings)
+    return _load_published(path, target, kind, tree, settings)
 
 
-def _load_medusa(path: Path, tree: TreeLike | None, settings: dict[str, Any]) -> Medusa:
-    if settings:
-        raise TypeError(f"{next(iter(settings))}: medusa has no such setting")
-    files = [path / name for name in ("model.safetensors", *_PUBLISHED_MEDUSA) if (path / name).exists()]
-    if not files:
-        raise FileNotFoundError(f"drafter: expected model.safetensors in {path}, got none")
-    heads = MedusaHeads.from_published(_read_tensors(files[0]))
-    if tree is None:
-        saved = path / "tree.json"
-        tree = TreeShape.load(saved) if saved.exists() else _default_medusa_tree(heads.config.num_heads)
-    return Medusa(heads, as_tree_shape(tree))
+def _without_weights(kind: str, tree: AnyTreeLike | None, settings: dict[str, Any]) -> Drafter:
+    """A drafter that is made of settings alone."""
+    if tree is not None and kind == "prompt_lookup":
+        shape = as_tree(tree)
+        if isinstance(shape, DynamicTree) or shape != TreeShape.chain(shape.max_depth):
+            raise ValueError(f"tree: expected a chain, which is all that prompt_lookup proposes, got {shape!r}")
+        settings = {"num_draft_tokens": shape.max_depth, **settings}
+    elif tree is not None and kind == "none":
+        raise ValueError("tree: expected None without a drafter, which proposes nothing")
+    elif tree is not None:
+        raise ValueError(f"tree: expected None with {kind}, whose settings say what it proposes, got {tree!r}")
+    _check_settings(kind, settings)
+    return drafter_class(kind)(**settings)
 
 
-def _default_medusa_tree(num_heads: int) -> TreeShape:
-    """The authors' tree of 63 nodes where there are heads for its depth of four, else one of a width per depth."""
-    return TreeShape.preset("medusa/mc_sim_7b_63") if num_heads >= 4 else TreeShape.from_k_config((8, 4, 1)[:num_heads])
+def _draft_model(model: PreTrainedModel, tree: AnyTreeLike | None, settings: dict[str, Any]) -> DraftModel:
+    _check_settings("draft_model", settings)
+    shape = as_tree(_DEFAULT_DRAFT_MODEL_TREE if tree is None else tree)
+    if isinstance(shape, DynamicTree):
+        raise ValueError(f"tree: expected a static tree with draft_model, which does not grow trees, got {shape}")
+    return DraftModel(model, shape, **settings)
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file, or of a pickle that may hold nothing but tensors."""
+def _load_own(
+    path: Path,
+    target: Target,
+    kind: str | None,
+    tree: AnyTreeLike | None,
+    any_target: bool,
+    settings: dict[str, Any],
+) -> Drafter:
+    """A drafter from a folder of ours."""
+    record = DrafterRecord.read(path / RECORD)
+    drafter_type = network_class(record.kind)
+    if kind is not None and drafter_class(kind) is not drafter_type:
+        raise ValueError(f"kind: expected {record.kind!r}, which is what {path} holds, got {kind!r}")
+    weights = path / WEIGHTS
+    if not weights.exists():
+        raise FileNotFoundError(f"drafter: expected {WEIGHTS} in {path}, got none")
+    config = config_from(drafter_type.network_class.config_class, record.config, source=str(path / RECORD))
+    network = drafter_type.network_class(config)
+    load_strictly(network, TensorFiles([weights]))
+    here = TargetRecord.of(target)
+    record.target.check(here, source=str(path), any_target=any_target)
+    return _drafter(record.kind, network, path, target, here, tree, settings)
+
+
+def _load_published(
+    path: Path, target: Target, kind: str | None, tree: AnyTreeLike | None, settings: dict[str, Any]
+) -> Drafter:
+    """A drafter from files that were not written here."""
+    config = read_config(path)
+    if kind is not None:
+        drafter_class(kind)  # an unknown kind is refused before any file is read
+    if kind in KINDS_WITHOUT_WEIGHTS:
+        raise ValueError(f"kind: expected one that has weights, got {kind!r} for {path}")
+    if kind != "draft_model":
+        tensors = tensor_files(path)
+        kind = _recognise(set(tensors), config) if kind is None else kind
+        if kind is not None and kind != "draft_model":
+            network = network_class(kind).network_class.from_published(tensors, config)
+            return _drafter(kind, network, path, target, TargetRecord.of(target), tree, settings)
+        if "model_type" not in config:
+            shown = ", ".join(sorted(tensors)[:4])
+            raise ValueError(
+                f"drafter: expected files of one of {', '.join(NETWORK_KINDS)} or a causal LM in {path}, got tensors "
+                f"{shown} ...; kind= says which kind they are"
+            )
+    return _draft_model(_read_causal_lm(path, target), _saved_tree(path) if tree is None else tree, settings)
+
+
+def _recognise(names: set[str], config: dict[str, Any]) -> str | None:
+    """The kind of the authors' files with tensors of these names; None if no network knows them."""
+    for kind in NETWORK_KINDS:
+        if network_class(kind).network_class.recognises(names, config):
+            logger.info("checkpoint: recognised as %s", kind)
+            return kind
+    return None
+
+
+def _read_causal_lm(path: Path, target: Target) -> PreTrainedModel:
+    """A draft model, all of whose tensors must be in the files."""
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"drafter: expected config.json of a causal LM in {path}, got none")
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it would report raises an error below
     try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise ValueError(f"{file}: expected a readable checkpoint, got {error}") from error
+        model, loaded = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, output_loading_info=True)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in loaded.get(problem) or ())
+        if names:
+            what = problem.removesuffix("_keys")
+            raise ValueError(f"checkpoint: {what} tensors {names[:5]} of {type(model).__name__} in {path}")
+    return model.eval()
+
+
+def _drafter(
+    kind: str,
+    network: DraftNetwork,
+    path: Path,
+    target: Target,
+    record: TargetRecord,
+    tree: AnyTreeLike | None,
+    settings: dict[str, Any],
+) -> Drafter:
+    """A drafter around a network that was read from `path`."""
+    drafter_type = network_class(kind)
+    if tree == "dynamic":
+        tree = _dynamic_tree(settings)
+    elif tree is None:
+        tree = _saved_tree(path) or drafter_type.default_tree(network.config)
+    _check_settings(kind, settings)
+    network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
+    shape = as_tree(tree)
+    if isinstance(shape, DynamicTree) and not drafter_type.grows_trees:
+        raise ValueError(f"tree: expected a static tree with {kind}, which does not grow trees, got {shape}")
+    drafter = drafter_type(network.to(target.dtype).eval(), shape, **settings)
+    drafter.target_record = record
+    return drafter
+
+
+def _saved_tree(path: Path) -> TreeShape | DynamicTree | None:
+    """The tree that was saved beside the weights."""
+    file = path / TREE
+    return load_tree(file) if file.exists() else None
+
+
+def _dynamic_tree(settings: dict[str, Any]) -> DynamicTree:
+    """The limits of a dynamic tree, taken out of `settings`."""
+    names = [field.name for field in fields(DynamicTree) if field.name in settings]
+    return DynamicTree(**{name: settings.pop(name) for name in names})
+
+
+def _check_settings(kind: str, settings: dict[str, Any]) -> None:
+    """Raise TypeError for a setting that the kind does not have."""
+    known = settings_of(kind)
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"{name}: {kind} has no such setting; it has {', '.join(known) or 'none'}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from specdec.decoder import DecodeResult
 
@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="complete a prompt")
     generate.add_argument("--model", required=True, help="target: a folder, a hub id, or 'tiny', the bundled model")
     generate.add_argument(
-        "--drafter", default="none", help="a kind (none, prompt_lookup), a folder or a hub id; with --model tiny also "
-        "medusa or draft_model (default: %(default)s)",
+        "--drafter", default="none", help="a kind without weights (none, prompt_lookup, lookahead), a folder or a hub "
+        "id; with --model tiny also any bundled drafter, such as medusa (default: %(default)s)",
     )  # fmt: skip
     generate.add_argument("--prompt", required=True, help="text to complete; '-' reads standard input")
     generate.add_argument("--tree", help="preset name, JSON file, k_config such as 4,2,2, or length of a chain")
@@ -64,14 +64,68 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print tokens, text and statistics as JSON")
     generate.set_defaults(run=_generate)
 
-    train = commands.add_parser("train-tiny", help="train the bundled model and its drafters anew")
-    train.add_argument(
-        "--output", type=Path, required=True, help="folder that receives target/, medusa/ and draft_model/"
-    )
-    train.add_argument("--work-dir", type=Path, help="checkpoints; a run started again resumes (default: OUTPUT/work)")
-    train.add_argument("--num-steps", type=int, help="training steps of the target (default: the recipe's)")
-    train.set_defaults(run=_train_tiny)
+    _add_training(commands)
     return parser
+
+
+def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The commands train, distill and train-tiny."""
+    train = commands.add_parser("train", help="train a drafter of any kind for a target")
+    train.add_argument("--drafter", required=True, metavar="KIND", help="medusa, hydra, hydra++, eagle, ...")
+    _add_target(train)
+    train.add_argument(
+        "--data", type=Path, required=True, help="texts: .jsonl (see docs/training.md) or .pt of token ids"
+    )
+    train.add_argument("--held-out", help="texts to evaluate on: a file, or a part of the data (default: 0.05)")
+    train.add_argument("--output", type=Path, required=True, help="folder that receives the drafter")
+    train.add_argument("--work-dir", type=Path, help="checkpoints (default: a hidden folder beside OUTPUT)")
+    train.add_argument("--resume", action="store_true", help="go on with the interrupted run in the work directory")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+        help="a setting of the kind, such as num_heads=3; values are JSON or text; may be repeated",
+    )  # fmt: skip
+    train.add_argument("--tree", help="as for generate; saved with the drafter, and used to measure tau")
+    train.add_argument("--labels", choices=("text", "target"), default="text", help="what drafters guess: the text, or "
+                       "the target's most probable token at each place (default: %(default)s)")  # fmt: skip
+    for name, kind, about in (
+        ("--epochs", int, "passes over the texts"),
+        ("--steps", int, "optimiser steps, instead of epochs"),
+        ("--batch-size", int, "texts per step"),
+        ("--accumulate", int, "parts in which a batch is run, to save memory"),
+        ("--learning-rate", float, "peak of the schedule"),
+        ("--max-length", int, "tokens at which texts are cut off"),
+        ("--eval-every", int, "steps between evaluations, which are checkpoints"),
+        ("--seed", int, "of the order of the texts and of all noise"),
+    ):
+        train.add_argument(name, type=kind, help=about)
+    train.set_defaults(run=_train)
+
+    distill = commands.add_parser("distill", help="let the target write the texts that drafters learn from")
+    _add_target(distill)
+    distill.add_argument("--data", type=Path, required=True, help="prompts: .jsonl with prompt, text or conversations")
+    distill.add_argument("--output", type=Path, required=True, help=".jsonl file; lines that are there are kept")
+    distill.add_argument("--max-new-tokens", type=int, default=512, help="default: %(default)s")
+    distill.add_argument("--temperature", type=float, action="append", help="may be repeated: batches take turns "
+                         "(default: 0, greedy)")  # fmt: skip
+    distill.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
+    distill.add_argument("--drafter", default="none", help="as for generate: speeds the writing up")
+    distill.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    distill.set_defaults(run=_distill)
+
+    tiny = commands.add_parser("train-tiny", help="train the bundled model and its drafters anew")
+    tiny.add_argument("--output", type=Path, required=True, help="folder that receives target/ and the drafters")
+    tiny.add_argument("--work-dir", type=Path, help="checkpoints; a run started again resumes (default: OUTPUT/work)")
+    tiny.add_argument("--only", action="append", metavar="PART", help="one part, such as medusa; may be repeated")
+    tiny.add_argument("--num-steps", type=int, help="training steps of the target (default: the recipe's)")
+    tiny.set_defaults(run=_train_tiny)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    """Options that name the target of a training command."""
+    parser.add_argument("--target", required=True, help="a folder, a hub id, or 'tiny', the bundled model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--chat-template", type=Path, help="Jinja file for conversations (default: the tokenizer's)")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -91,17 +145,12 @@ def _generate(options: argparse.Namespace) -> int:
     from specdec.decoder import Decoder
     from specdec.demo import stream_completion
     from specdec.models.target import Target
-    from specdec.tiny import TINY_FOLDER, tiny_drafter
 
     _hide_progress_of_loading()
     _check_positive(options, "max_new_tokens")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
-    source, drafter = options.model, options.drafter
-    if source == "tiny":
-        source = str(TINY_FOLDER / "target")
-        if drafter in ("medusa", "draft_model"):
-            drafter = str(tiny_drafter(drafter))
+    source, drafter = _target_folder(options.model), _bundled(options.model, options.drafter)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
 
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -144,18 +193,125 @@ def _record(result: "DecodeResult", tokenizer: "PreTrainedTokenizerBase") -> dic
     }
 
 
+def _train(options: argparse.Namespace) -> int:
+    _check_can_train("train")
+    from specdec.training.data import Texts
+    from specdec.training.recipes import Run
+    from specdec.training.train import train_drafter
+
+    target, tokenizer = _load_target(options)
+    names = ("epochs", "steps", "batch_size", "accumulate", "learning_rate", "eval_every", "seed")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    texts = Texts(
+        options.data,
+        0.05 if options.held_out is None else _number(options.held_out),
+        tokenizer,
+        options.max_length,
+        options.chat_template.read_text() if options.chat_template else None,
+    )
+    report = train_drafter(
+        options.drafter,
+        target,
+        texts,
+        options.output,
+        settings=dict(_setting(text) for text in options.settings),
+        run=Run(**given),
+        labels=options.labels,
+        tree=_tree(options.tree),
+        work_dir=options.work_dir,
+        resume=options.resume,
+    )
+    if os.environ.get("RANK", "0") == "0":  # set by torchrun
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+def _distill(options: argparse.Namespace) -> int:
+    from specdec.training.distill import distill
+
+    target, tokenizer = _load_target(options)
+    counts = distill(
+        target,
+        tokenizer,
+        options.data,
+        options.output,
+        max_new_tokens=options.max_new_tokens,
+        temperatures=options.temperature or (0.0,),
+        batch_size=options.batch_size,
+        drafter=_bundled(options.target, options.drafter),
+        chat_template=options.chat_template.read_text() if options.chat_template else None,
+        seed=options.seed,
+    )
+    print(json.dumps(counts))
+    return 0
+
+
 def _train_tiny(options: argparse.Namespace) -> int:
-    try:
-        import accelerate  # noqa: F401 - what transformers' Trainer needs
-    except ImportError:
-        raise RuntimeError("train-tiny needs accelerate: pip install 'specdec-triton[train]'") from None
+    _check_can_train("train-tiny")
     from specdec.training.tiny import train_tiny
     from specdec.training.tiny_target import TinyTargetRecipe
 
+    _hide_progress_of_loading()
     recipe = TinyTargetRecipe() if options.num_steps is None else TinyTargetRecipe(num_steps=options.num_steps)
-    report = train_tiny(options.output, options.work_dir or options.output / "work", target_recipe=recipe)
+    work_dir = options.work_dir or options.output / "work"
+    report = train_tiny(options.output, work_dir, only=options.only, target_recipe=recipe)
     print(json.dumps(report, indent=2))
     return 0
+
+
+def _check_can_train(command: str) -> None:
+    try:
+        import accelerate  # noqa: F401 - what transformers' Trainer needs
+    except ImportError:
+        raise RuntimeError(f"{command} needs accelerate: pip install 'specdec-triton[train]'") from None
+
+
+def _load_target(options: argparse.Namespace) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """The target of a training command on its device, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _hide_progress_of_loading()
+    rank = os.environ.get("LOCAL_RANK", "0")  # set by torchrun
+    device = options.device or (f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
+    source = _target_folder(options.target)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(source)
+
+
+def _target_folder(target: str) -> str:
+    """What 'tiny' stands for."""
+    from specdec.tiny import TINY_FOLDER
+
+    return str(TINY_FOLDER / "target") if target == "tiny" else target
+
+
+def _bundled(target: str, drafter: str) -> str:
+    """With the bundled target, its drafters go by their names."""
+    from specdec.tiny import bundled_drafters, tiny_drafter
+
+    return str(tiny_drafter(drafter)) if target == "tiny" and drafter in bundled_drafters() else drafter
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A --set option: JSON where it is JSON, else text."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"--set: expected KEY=VALUE, got {text!r}")
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return name, value
+    return name, tuple(parsed) if isinstance(parsed, list) else parsed
+
+
+def _number(text: str) -> float | str:
+    """A number where it is one, else text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _tree(text: str | None) -> str | int | tuple[int, ...] | None:

@@ -4,7 +4,7 @@ Five nouns (`DraftTree`, `TargetOutput`, `Verdict`, `DecodeState`, `AcceptanceSt
 which kind of drafter it drives: a chain is a tree, and plain decoding is the tree of one node.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.acceptance import AcceptanceRule, AcceptanceStats, Greedy
-from specdec.candidates import Choose, TopK
+from specdec.acceptance import AcceptanceRule, AcceptanceStats, Greedy, Limits
 from specdec.draft_tree import DraftTree
 from specdec.drafters.base import Drafter, Prompt
 from specdec.drafters.none import NoDrafter
@@ -21,9 +20,11 @@ from specdec.kernels.launch import Backend
 from specdec.kernels.verdict import Verdict
 from specdec.models.cache import KVCache
 from specdec.models.target import Target
+from specdec.processing import Processing
+from specdec.randomness import Uniforms, row_seeds
 from specdec.timing import PhaseTimer
 
-__all__ = ["DecodeResult", "DecodeState", "Decoder", "NonFiniteLogitsError"]
+__all__ = ["DecodeResult", "DecodeState", "Decoder", "NonFiniteLogitsError", "OnStep", "StepReport", "without_autograd"]
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -35,7 +36,9 @@ class DecodeState:
     """Everything that changes from step to step, on the device.
 
     Attributes:
+        prompt: the prompts.
         cache: the target's keys and values, with the committed length of each row.
+        uniforms: the random numbers of this call.
         root: [B] int32, last emitted token, not yet in the cache.
         budget: [B] int32, tokens that each row may still emit; 0 for a finished row.
         output: [B, max_new_tokens + slack] int32, emitted tokens, -1 padded.
@@ -43,7 +46,9 @@ class DecodeState:
         first_nan_step: [] int32, the first step whose logits held NaN (0 is prefill); -1 if there is none.
     """
 
+    prompt: Prompt
     cache: KVCache
+    uniforms: Uniforms
     root: torch.Tensor
     budget: torch.Tensor
     output: torch.Tensor
@@ -60,11 +65,49 @@ class DecodeState:
             stopped = (self.root[:, None] == stop_tokens).any(1)
             self.budget.masked_fill_(stopped, 0)
 
+    def history(self) -> torch.Tensor:
+        """[B, H] int32: the tokens before the root, -1 where there is none."""
+        prompt = self.prompt
+        columns = torch.arange(prompt.tokens.shape[1], device=prompt.tokens.device)
+        text = torch.where(columns < prompt.lengths[:, None], prompt.tokens, -1).int()
+        emitted = torch.arange(self.output.shape[1], device=self.output.device)
+        return torch.cat((text, torch.where(emitted < self.num_output[:, None] - 1, self.output, -1)), 1)
+
+    def cut(self, row: int, num_dropped: int) -> None:
+        """End a row, without the last `num_dropped` of the tokens that its last step emitted."""
+        kept = int(self.num_output[row]) - num_dropped
+        self.output[row, kept:] = -1
+        self.num_output[row] = kept
+        self.root[row] = self.output[row, kept - 1]
+        self.cache.lengths[row] -= num_dropped
+        self.budget[row] = 0
+
     def note_nan(self, logits: torch.Tensor, step: int) -> None:
         """Remember the first step whose logits hold NaN."""
         # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
         is_new = torch.isnan(logits.sum(dtype=torch.float32)) & (self.first_nan_step < 0)
         self.first_nan_step.masked_fill_(is_new, step)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did, for code on the host.
+
+    Attributes:
+        new: per row the tokens that it emitted; empty for a row that had finished.
+        path: [B, P] int32 accepted nodes from the root; new token i was decided by the logits at node `path[i]`.
+        logits: [B, N, V] the target's, as they came.
+        processed: [B, N, V] what the acceptance rule saw.
+    """
+
+    new: list[list[int]]
+    path: torch.Tensor
+    logits: torch.Tensor
+    processed: torch.Tensor
+
+
+OnStep = Callable[[StepReport], Mapping[int, int] | None]
+"""Called after prefill and after every step. To end rows it returns, by row, how many of the new tokens to keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +117,12 @@ class DecodeResult:
     Attributes:
         tokens: per row, the emitted tokens.
         stats: what the steps accepted and how long they took.
+        cache: keys and values of all tokens but each row's last.
     """
 
     tokens: list[list[int]]
     stats: AcceptanceStats
+    cache: KVCache
 
 
 class Decoder:
@@ -106,8 +151,8 @@ class Decoder:
             raise ValueError(f"backend: expected None or the target's {self.target.backend!r}, got {backend!r}")
         self.drafter = NoDrafter() if drafter is None else drafter
         self.backend = self.target.backend
-        self.acceptance: AcceptanceRule = Greedy(backend=self.backend) if acceptance is None else acceptance
-        self.choose: Choose = TopK()
+        self.acceptance: AcceptanceRule = Greedy() if acceptance is None else acceptance
+        self.acceptance.check(self.drafter)
         window = self.target.sliding_window
         if window is not None and self.drafter.shape.max_depth >= window:
             raise ValueError(
@@ -122,7 +167,9 @@ class Decoder:
         max_new_tokens: int,
         *,
         stop_tokens: Sequence[int] = (),
-        on_tokens: Callable[[list[int], int], None] | None = None,
+        seed: int | Sequence[int] | torch.Generator | None = None,
+        processing: Processing | None = None,
+        on_step: OnStep | None = None,
     ) -> DecodeResult:
         """Decode a batch of prompts.
 
@@ -130,8 +177,9 @@ class Decoder:
             prompts: one 1-D int64 tensor of at least one token per row, without padding.
             max_new_tokens: most tokens that a row may emit, at least 1.
             stop_tokens: tokens after which a row ends; the stop token itself is emitted.
-            on_tokens: called with each step's new tokens of row 0, and how many of them are accepted draft tokens
-                (the first of them); costs a synchronisation per step.
+            seed: of the random numbers, as in `specdec.randomness.row_seeds`; greedy decoding needs none.
+            processing: what happens to the target's logits before tokens are chosen.
+            on_step: called after prefill and after every step; costs a synchronisation per step.
 
         Raises:
             ValueError: an empty prompt, or more tokens than fit into the model's context.
@@ -139,53 +187,56 @@ class Decoder:
         """
         self.check_prompts(prompts, max_new_tokens)
         prompt = self._pad(prompts, max_new_tokens)
-        stops = torch.tensor(stop_tokens, dtype=torch.int32, device=self.target.device) if stop_tokens else None
-        timer = PhaseTimer(self.target.device)
+        seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, len(prompts))
+        call = _Call(
+            torch.tensor(stop_tokens, dtype=torch.int32, device=self.target.device) if stop_tokens else None,
+            Processing.none() if processing is None else processing,
+            PhaseTimer(self.target.device),
+        )
         emitted: list[torch.Tensor] = []
         reach: list[torch.Tensor] = []
-        with _without_autograd(self.target.device), self.target.hooked(), self.drafter.session():
-            with timer.phase("prefill"):
-                state = self._prefill(prompt, max_new_tokens, stops)
-            if on_tokens is not None:
-                self._check_finite(state)
-                with torch.inference_mode(False):  # the caller's code is none of ours
-                    on_tokens([int(state.root[0])], 0)
+        with without_autograd(self.target.device), self.target.hooked(), self.drafter.session():
+            with call.timer.phase("prefill"):
+                state, report = self._prefill(prompt, max_new_tokens, Uniforms(seeds.to(self.target.device)), call)
+            if on_step is not None:
+                self._tell(state, report, on_step)
             while self._is_running(state):
-                verdict, tree = self.step(state, stops, timer, step=len(emitted) + 1)
-                emitted.append(verdict.num_emitted)
+                verdict, tree, report = self.step(state, call, step=len(emitted) + 1)
+                counts = verdict.num_emitted
+                if on_step is not None:
+                    counts = counts - self._tell(state, report, on_step)
+                emitted.append(counts)
                 reach.append(tree.reach)
-                if on_tokens is not None:
-                    self._check_finite(state)
-                    new = verdict.emitted[0][: int(verdict.num_emitted[0])].tolist()
-                    if new:
-                        with torch.inference_mode(False):
-                            on_tokens(new, len(new) - 1)
         stats = AcceptanceStats(
             *_per_row(emitted, reach, batch_size=len(prompts)),
             lossless=self.acceptance.lossless,
-            times_ms=timer.times_ms(),
+            times_ms=call.timer.times_ms(),
             num_target_passes=len(emitted),
         )
-        counts = state.num_output.tolist()
-        return DecodeResult([row[:count] for row, count in zip(state.output.tolist(), counts, strict=True)], stats)
+        num_output = state.num_output.tolist()
+        tokens = [row[:count] for row, count in zip(state.output.tolist(), num_output, strict=True)]
+        return DecodeResult(tokens, stats, state.cache)
 
-    def step(
-        self, state: DecodeState, stop_tokens: torch.Tensor | None, timer: PhaseTimer, step: int
-    ) -> tuple[Verdict, DraftTree]:
+    def step(self, state: DecodeState, call: "_Call", step: int) -> tuple[Verdict, DraftTree, "_Report"]:
         """One step. Emits `num_accepted + 1` tokens per running row."""
-        with timer.phase("draft"):
-            tree = self.drafter.draft(state.root, state.cache.lengths, self.choose)
-        with timer.phase("score"):
+        state.uniforms.next_step()
+        with call.timer.phase("draft"):
+            choose = self.acceptance.chooser(call.processing.law, state.uniforms)
+            tree = self.drafter.draft(state.root, state.cache.lengths, choose)
+        with call.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
-        with timer.phase("verify"):
-            verdict = self.acceptance.verify(tree, output.logits, state.budget, stop_tokens)
+        with call.timer.phase("verify"):
+            history = state.history() if call.processing.needs_history else None
+            processed = call.processing(output.logits, tree, history, state.budget > 0)
+            limits = Limits(state.budget, call.stop_tokens, self.backend)
+            verdict = self.acceptance.verify(tree, processed, limits, state.uniforms)
             state.note_nan(output.logits, step)
-        with timer.phase("commit"):
+        with call.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)
             self.drafter.commit(verdict, output)
             state.root = verdict.next_root
-            state.emit(verdict.emitted, verdict.num_emitted, stop_tokens)
-        return verdict, tree
+            state.emit(verdict.emitted, verdict.num_emitted, call.stop_tokens)
+        return verdict, tree, _Report(verdict.emitted, verdict.num_emitted, verdict.path, output.logits, processed)
 
     def check_prompts(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
         """Raise ValueError for prompts that `decode` would refuse."""
@@ -212,25 +263,46 @@ class Decoder:
             max_length=max(lengths) + max_new_tokens,
         )
 
-    def _prefill(self, prompt: Prompt, max_new_tokens: int, stop_tokens: torch.Tensor | None) -> DecodeState:
+    def _prefill(
+        self, prompt: Prompt, max_new_tokens: int, uniforms: Uniforms, call: "_Call"
+    ) -> tuple[DecodeState, "_Report"]:
         """Run the prompt, start the drafter and emit the first token."""
         device, batch_size = self.target.device, prompt.lengths.shape[0]
         shape = self.drafter.shape
-        cache = self.target.new_cache(batch_size, prompt.max_length + shape.num_nodes)
-        output = self.target.prefill(prompt.tokens, prompt.lengths, cache)
-        self.drafter.start(prompt, output)
-        root = self.acceptance.first(output.logits)
         state = DecodeState(
-            cache=cache,
-            root=root,
+            prompt=prompt,
+            cache=self.target.new_cache(batch_size, prompt.max_length + shape.num_nodes),
+            uniforms=uniforms,
+            root=torch.zeros(batch_size, dtype=torch.int32, device=device),
             budget=torch.full((batch_size,), max_new_tokens, dtype=torch.int32, device=device),
             output=torch.full((batch_size, max_new_tokens + shape.max_depth + 1), -1, dtype=torch.int32, device=device),
             num_output=torch.zeros(batch_size, dtype=torch.int64, device=device),
             first_nan_step=torch.full((), -1, dtype=torch.int32, device=device),
         )
-        state.note_nan(output.logits[:, None], step=0)
-        state.emit(root[:, None], torch.ones_like(root), stop_tokens)
-        return state
+        output = self.target.prefill(prompt.tokens, prompt.lengths, state.cache)
+        self.drafter.start(prompt, output)
+        logits = output.logits[:, None]
+        history = state.history() if call.processing.needs_history else None
+        processed = call.processing(logits, None, history, state.budget > 0)
+        state.root = self.acceptance.first(processed[:, 0], uniforms)
+        state.note_nan(logits, step=0)
+        counts = torch.ones_like(state.root)
+        state.emit(state.root[:, None], counts, call.stop_tokens)
+        path = torch.zeros_like(state.root)[:, None]
+        return state, _Report(state.root[:, None], counts, path, logits, processed)
+
+    def _tell(self, state: DecodeState, report: "_Report", on_step: OnStep) -> torch.Tensor:
+        """Report to the host and cut the rows that it ends; returns how many tokens each row lost, [B] int32."""
+        self._check_finite(state)
+        counts = report.counts.tolist()
+        new = [row[:count] for row, count in zip(report.emitted.tolist(), counts, strict=True)]
+        with torch.inference_mode(False), torch.no_grad():  # the caller's code is none of ours
+            kept = on_step(StepReport(new, report.path, report.logits, report.processed)) or {}
+        dropped = torch.zeros_like(report.counts)
+        for row, count in kept.items():
+            dropped[row] = counts[row] - count
+            state.cut(row, counts[row] - count)
+        return dropped
 
     def _is_running(self, state: DecodeState) -> bool:
         """Whether any row may still emit; one small copy to the host."""
@@ -245,7 +317,27 @@ class Decoder:
             raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")
 
 
-def _without_autograd(device: torch.device) -> AbstractContextManager[Any]:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What stays the same during one call of `decode`."""
+
+    stop_tokens: torch.Tensor | None
+    processing: Processing
+    timer: PhaseTimer
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A `StepReport` that is still on the device."""
+
+    emitted: torch.Tensor
+    counts: torch.Tensor
+    path: torch.Tensor
+    logits: torch.Tensor
+    processed: torch.Tensor
+
+
+def without_autograd(device: torch.device) -> AbstractContextManager[Any]:
     """No gradients; on a CPU also none of autograd's bookkeeping, a twentieth of the time of a small model's pass.
 
     Elsewhere it costs nothing, and libraries of quantized layers may keep tensors that they make in the first pass.

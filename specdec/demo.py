@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.checkpoints import load_drafter
 from specdec.comparison import compare, comparison_table
-from specdec.decoder import Decoder
+from specdec.decoder import Decoder, StepReport
 from specdec.drafters.base import Drafter
 from specdec.models.target import Target
 from specdec.text import TextPieces
@@ -36,12 +36,12 @@ def stream_completion(
     console.print(Text(tokenizer.decode(ids, skip_special_tokens=True), style="dim"), end="", soft_wrap=True)
     pieces = TextPieces(tokenizer, ids)
 
-    def show(tokens: list[int], num_accepted: int) -> None:
-        for index, token in enumerate(tokens):
-            style = _ACCEPTED if index < num_accepted else ""
+    def show(report: StepReport) -> None:
+        for index, token in enumerate(report.new[0]):
+            style = _ACCEPTED if index < len(report.new[0]) - 1 else ""
             console.print(Text(pieces.add(token), style=style), end="", soft_wrap=True)
 
-    result = decoder.decode([prompt], max_new_tokens, stop_tokens=stop_tokens, on_tokens=show)
+    result = decoder.decode([prompt], max_new_tokens, stop_tokens=stop_tokens, on_step=show)
     console.print(pieces.rest(), markup=False)
     return result
 

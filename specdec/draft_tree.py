@@ -1,9 +1,11 @@
 """What a drafter proposes: one tree of tokens per row. A chain is a tree; the root alone is plain decoding."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec.candidates import Candidates
@@ -29,6 +31,7 @@ class DraftTree:
         max_depth: largest depth that any step of this drafter can have.
         laws: [B, M, V] logits of the laws that the tokens were drawn from; None if they were not drawn.
         law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
+        shape: the topology on the host, if it is the same for all rows and steps.
     """
 
     tokens: torch.Tensor
@@ -39,6 +42,7 @@ class DraftTree:
     max_depth: int
     laws: torch.Tensor | None = None
     law_row: torch.Tensor | None = None
+    shape: TreeShape | None = None
 
 
 class TreeTemplate:
@@ -48,8 +52,12 @@ class TreeTemplate:
         shape: the topology.
         device: where the tables go.
         rows: which list of candidates a node is taken from: `"depth"`, one list per depth that all parents share
-            (Medusa), or `"parent"`, one list per node with children, in node order.
+            (Medusa), `"parent"`, one list per node with children, in node order, or the number of each node's list,
+            -1 for the root; siblings share a list.
         backend: what runs the kernel; by default decided by the device.
+
+    Raises:
+        ValueError: `rows` lists another number of nodes, or siblings under different lists.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class TreeTemplate:
         shape: TreeShape,
         device: torch.device,
         *,
-        rows: Literal["depth", "parent"] = "depth",
+        rows: Literal["depth", "parent"] | Sequence[int] = "depth",
         backend: Backend | None = None,
     ) -> None:
         def table(values: object) -> torch.Tensor:
@@ -66,7 +74,9 @@ class TreeTemplate:
         parent = np.asarray(shape.parent, dtype=np.int32)
         depth = np.asarray(shape.depth, dtype=np.int32)
         inner = sorted(set(shape.parent) - {-1})  # nodes with children
-        if rows == "depth":
+        if not isinstance(rows, str):
+            row, law_row = _given_rows(shape, rows)
+        elif rows == "depth":
             row = depth - 1
             law_row = np.where(np.isin(np.arange(shape.num_nodes), inner), depth, -1)
         else:
@@ -75,7 +85,7 @@ class TreeTemplate:
             law_row = np.array([row_of.get(node, -1) for node in range(shape.num_nodes)], dtype=np.int32)
         self.shape = shape
         self.backend = backend
-        self.num_rows = shape.max_depth if rows == "depth" else len(inner)
+        self.num_rows = int(row.max()) + 1
         self.row = table(row)
         self.law_row = table(law_row)
         self.rank = table(shape.rank)
@@ -104,6 +114,7 @@ class TreeTemplate:
             max_depth=self.shape.max_depth,
             laws=candidates.laws,
             law_row=None if candidates.laws is None else self.law_row,
+            shape=self.shape,
         )
 
     def expand_chain(self, continuation: torch.Tensor, num_tokens: torch.Tensor, root: torch.Tensor) -> DraftTree:
@@ -123,3 +134,16 @@ class TreeTemplate:
             reach=num_tokens,
             max_depth=self.shape.max_depth,
         )
+
+
+def _given_rows(shape: TreeShape, rows: Sequence[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The list that each node is taken from, and the one that each node's children are taken from."""
+    parent = np.asarray(shape.parent[1:], dtype=np.int32)
+    row = np.asarray(rows, dtype=np.int32)
+    law_row = np.full(shape.num_nodes, -1, dtype=np.int32)
+    if row.shape != law_row.shape or row[0] != -1 or row[1:].min(initial=0) < 0:
+        raise ValueError(f"rows: expected -1 and then the list of each of {shape.num_nodes - 1} nodes, got {rows}")
+    law_row[parent] = row[1:]
+    if (law_row[parent] != row[1:]).any():
+        raise ValueError(f"rows: expected one list for all children of a node, got {rows}")
+    return row, law_row

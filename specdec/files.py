@@ -22,7 +22,11 @@ def replace_folder(destination: str | os.PathLike[str]) -> Iterator[Path]:
         if destination.exists():
             old = folder.with_name(folder.name + "-old")
             destination.rename(old)
-            folder.rename(destination)
+            try:
+                folder.rename(destination)
+            except BaseException:
+                old.rename(destination)
+                raise
             shutil.rmtree(old)
         else:
             folder.rename(destination)

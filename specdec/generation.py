@@ -1,61 +1,43 @@
 """`specdec.generate`: the call that takes the place of `model.generate`.
 
 Arguments, defaults and results follow transformers: keywords win over `generation_config`, which wins over the model's
-own; the prompt is part of the returned ids; finished rows are filled up with the pad token. Whatever this release does
-not support is refused by name, never ignored.
+own; the prompt is part of the returned ids; finished rows are filled up with the pad token.
 """
 
-import copy
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, StopStringCriteria
 
-from specdec.acceptance import AcceptanceStats
+from specdec.acceptance import AcceptanceRule, AcceptanceStats, choose_rule
 from specdec.checkpoints import load_drafter
-from specdec.decoder import Decoder
+from specdec.decoder import Decoder, DecodeResult, without_autograd
 from specdec.drafters.base import Drafter
+from specdec.generation_settings import Settings, merge_settings, read_prompts, read_settings
+from specdec.host_steps import HostSteps
 from specdec.models.target import Target
+from specdec.processing import Processing
 from specdec.trees import TreeLike
 
-__all__ = ["SpecDecodeOutput", "generate"]
-
-# Fields of GenerationConfig that are used, and those that have no effect on greedy decoding or on what is returned.
-_USED_FIELDS = {"max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "do_sample", "return_dict_in_generate"}
-_IRRELEVANT_FIELDS = {
-    "bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config", "use_cache",
-    # sampling settings, without effect when do_sample is False
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h",
-    # settings of beam search and of transformers' own assisted decoding
-    "early_stopping", "length_penalty", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile",
-}  # fmt: skip
-_DEFAULT_MAX_LENGTH = 20  # as transformers
+__all__ = ["SpecDecodeOutput", "generate", "hf_generate"]
 
 
 class SpecDecodeOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True`: `sequences` [B, T + new], and `stats`."""
+    """What `generate` returns with `return_dict_in_generate=True`.
+
+    `sequences` [B, T + new], `scores` and `logits` (if asked for) and `past_key_values` as transformers returns them,
+    and `stats`.
+    """
 
     stats: AcceptanceStats | None = None
 
     @property
     def lossless(self) -> bool:
-        """Whether the sequences are exactly what plain decoding would give."""
+        """Whether the sequences are exactly what plain decoding would give: the same tokens, or the same law."""
         return self.stats is not None and self.stats.lossless
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What one call asks for, after merging keywords, `generation_config` and the model's defaults."""
-
-    max_new_tokens: int
-    stop_tokens: tuple[int, ...]
-    pad_token: int
-    return_dict: bool
 
 
 def generate(
@@ -65,157 +47,183 @@ def generate(
     *,
     attention_mask: torch.Tensor | None = None,
     generation_config: GenerationConfig | None = None,
+    logits_processor: Sequence[Callable[..., torch.Tensor]] = (),
+    stopping_criteria: Sequence[Callable[..., Any]] = (),
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
     streamer: Any | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    acceptance: str | AcceptanceRule = "auto",
     tree: TreeLike | None = None,
-    return_dict_in_generate: bool | None = None,
+    seed: int | Sequence[int] | torch.Generator | None = None,
     **generation_kwargs: Any,
 ) -> torch.Tensor | SpecDecodeOutput:
-    """Generate text with speculative decoding; greedy output equals `model.generate(do_sample=False)`.
+    """Generate text with speculative decoding, exactly as `model.generate` would, only faster.
+
+    Greedy output is that of `model.generate(do_sample=False)` token for token; with `do_sample=True` the output has the
+    target's law. Only `acceptance="typical"` gives that up, and the result says so (`lossless`).
 
     Args:
         model: the target: a decoder-only transformers model.
-        drafter: a `Drafter`, a kind that needs no weights (`"prompt_lookup"`, `"none"`), a checkpoint's path, a smaller
-            causal LM of the same vocabulary, or None for plain decoding.
+        drafter: a `Drafter`, a kind that needs no weights (`"prompt_lookup"`, `"lookahead"`, `"none"`), a checkpoint's
+            path or hub id, a smaller causal LM of the same vocabulary, or None for plain decoding.
         input_ids: [B, T] int64 prompts.
         attention_mask: [B, T], 1 for tokens and 0 for padding, which may be on the left or on the right. Without a
             mask every token counts, except pad tokens if the pad token does not also end texts (as in transformers).
         generation_config: settings as for `model.generate`.
+        logits_processor: transformers' `LogitsProcessor`s. Each is called for every node of the tree with that node's
+            own text, without padding, so it must depend on its arguments alone.
+        stopping_criteria: transformers' `StoppingCriteria`s, called for one row at a time with every prefix.
+        prefix_allowed_tokens_fn: as for `model.generate`.
         streamer: gets the prompt, then each step's tokens, then `end()`; for one row only, as in transformers.
+        tokenizer: needed for `stop_strings`.
+        acceptance: `"auto"` (greedy, or the lossless sampling rule that suits the drafter), the name of a rule
+            (`"greedy"`, `"naive"`, `"rejection"`, `"traversal"`, `"typical"`), or a rule of `specdec.acceptance`.
         tree: the draft tree: a `TreeShape`, a preset's name, a JSON file, a k_config such as `(4, 2, 2)` or the length
             of a chain. The drafter's own by default; a `Drafter` object already has one.
-        return_dict_in_generate: return a `SpecDecodeOutput` instead of the ids.
-        generation_kwargs: fields of `GenerationConfig`, such as `max_new_tokens` or `eos_token_id`.
+        seed: of sampling: an int, one int per row, a `torch.Generator`, or None for PyTorch's global one. The same seed
+            gives the same text whatever else is in the batch.
+        generation_kwargs: fields of `GenerationConfig`, such as `max_new_tokens`, `do_sample` or `temperature`.
 
     Returns:
-        [B, T + new] int64 ids, prompt included, or a `SpecDecodeOutput` with the acceptance statistics.
+        [B, T + new] int64 ids, prompt included, or a `SpecDecodeOutput` if `return_dict_in_generate` is set.
 
     Raises:
         TypeError, ValueError: a bad argument, named by the message.
-        NotImplementedError: a setting that this release does not support (sampling, beams, logits processors, ...).
+        NotImplementedError: a setting that is not supported (beams, ...), named by the message.
     """
     target = model if isinstance(model, Target) else Target(model)
-    config = _merge(target, generation_config, return_dict_in_generate, generation_kwargs)
-    rows, input_ids = _prompts(input_ids, attention_mask, target, config)
-    settings = _settings(config, input_ids.shape[1])
-    if streamer is not None and len(rows) > 1:
-        raise ValueError(f"streamer: expected one prompt, as streamers print one text, got {len(rows)}")
-    decoder = Decoder(target, load_drafter(drafter, target, tree=tree))
-
-    decoder.check_prompts(rows, settings.max_new_tokens)
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
+    config = merge_settings(target, generation_config, generation_kwargs)
+    ids, keep = read_prompts(input_ids, attention_mask, target, config)
+    settings = read_settings(config, ids.shape[1])
+    prompts = [row[mask] for row, mask in zip(ids, keep, strict=True)]
+    if streamer is not None and len(prompts) > 1:
+        raise ValueError(f"streamer: expected one prompt, as streamers print one text, got {len(prompts)}")
+    proposer = load_drafter(drafter, target, tree=tree)
+    rule = choose_rule(acceptance, proposer, do_sample=bool(config.do_sample))
+    processing = Processing(
+        config,
+        do_sample=bool(config.do_sample),
+        prompt_lengths=[len(prompt) for prompt in prompts],
+        max_new_tokens=settings.max_new_tokens,
+        width=ids.shape[1],
+        stop_tokens=settings.stop_tokens,
+        custom=logits_processor,
+        allowed_tokens=prefix_allowed_tokens_fn,
+        device=target.device,
+        backend=target.backend,
+    )
+    decoder = Decoder(target, proposer, acceptance=rule)
+    decoder.check_prompts(prompts, settings.max_new_tokens)
+    host = HostSteps(
+        prompts,
+        criteria=[*_stop_strings(config, tokenizer), *stopping_criteria],
+        max_time=config.max_time,
+        streamer=streamer,
+        keep_logits=bool(config.output_logits),
+        keep_scores=bool(config.output_scores),
+    )
+    host.begin(ids)
     result = decoder.decode(
-        rows,
+        prompts,
         settings.max_new_tokens,
         stop_tokens=settings.stop_tokens,
-        on_tokens=None if streamer is None else lambda tokens, _: streamer.put(torch.tensor(tokens)),
+        seed=seed,
+        processing=processing,
+        on_step=host if host.is_needed else None,
     )
-    if streamer is not None:
-        streamer.end()
+    host.end()
+    return _output(target, ids, keep, settings, result, host)
 
+
+def hf_generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: Sequence[Callable[..., torch.Tensor]] = (),
+    stopping_criteria: Sequence[Callable[..., Any]] = (),
+    generation_config: GenerationConfig | None = None,
+    drafter: Drafter | PreTrainedModel | str | os.PathLike[str] | None = None,
+    acceptance: str | AcceptanceRule = "auto",
+    tree: TreeLike | None = None,
+    seed: int | Sequence[int] | torch.Generator | None = None,
+    spec_streamer: Any | None = None,
+    spec_tokenizer: PreTrainedTokenizerBase | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | SpecDecodeOutput:
+    """For `model.generate(..., custom_generate=specdec.hf_generate, drafter=...)`; arguments as of `generate`.
+
+    transformers does not hand `streamer` and `tokenizer` on to such a function: pass `spec_streamer`, `spec_tokenizer`.
+    What it made from the settings (processors, criteria) is recognised and made here once more, per node.
+    """
+    config = generation_config if generation_config is not None else model.generation_config
+    made = Processing(
+        config,
+        do_sample=bool(config.do_sample),
+        prompt_lengths=[input_ids.shape[1]],
+        max_new_tokens=1,
+        width=input_ids.shape[1],
+        stop_tokens=read_settings(config, input_ids.shape[1]).stop_tokens,
+        device=input_ids.device,
+    )
+    return generate(
+        model,
+        drafter,
+        input_ids,
+        attention_mask=model_kwargs.get("attention_mask"),
+        generation_config=config,
+        logits_processor=[one for one in logits_processor if not made.makes(one)],
+        stopping_criteria=[
+            one for one in stopping_criteria
+            if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria))
+        ],
+        streamer=spec_streamer,
+        tokenizer=spec_tokenizer,
+        acceptance=acceptance,
+        tree=tree,
+        seed=seed,
+    )  # fmt: skip
+
+
+def _stop_strings(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
+    if not config.stop_strings:
+        return []
+    if tokenizer is None:
+        raise ValueError(
+            f"tokenizer: expected the model's tokenizer with stop_strings {config.stop_strings!r}, got None"
+        )
+    return [StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings)]
+
+
+def _output(
+    target: Target, ids: torch.Tensor, keep: torch.Tensor, settings: Settings, result: DecodeResult, host: HostSteps
+) -> torch.Tensor | SpecDecodeOutput:
+    """The result in transformers' form."""
     width = max(len(tokens) for tokens in result.tokens)
     new = torch.tensor([tokens + [settings.pad_token] * (width - len(tokens)) for tokens in result.tokens])
-    sequences = torch.cat((input_ids, new.to(input_ids.device)), 1)
-    if not settings.return_dict:
+    sequences = torch.cat((ids, new.to(ids.device)), 1)
+    if not settings.config.return_dict_in_generate:
         return sequences
-    output = SpecDecodeOutput(sequences=sequences)
+    output = SpecDecodeOutput(
+        sequences=sequences, scores=host.scores(settings.pad_token), logits=host.logits(settings.pad_token)
+    )
+    output.past_key_values = _past_key_values(target, keep, result, width)
     output.stats = result.stats
     return output
 
 
-def _prompts(
-    input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, target: Target, config: GenerationConfig
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Check the prompts and strip their padding."""
-    if not isinstance(input_ids, torch.Tensor):
-        raise TypeError(f"input_ids: expected a [batch, length] tensor of token ids, got {type(input_ids).__name__}")
-    if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"input_ids: expected a [batch, length] int64 tensor, got {list(input_ids.shape)} {input_ids.dtype}"
-        )
-    if input_ids.numel() == 0:
-        raise ValueError(f"input_ids: expected at least one prompt of at least one token, got {list(input_ids.shape)}")
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= target.vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"input_ids: expected token ids from 0 to {target.vocab_size - 1}, got {bad}")
-    if attention_mask is None:
-        pads = config.pad_token_id is not None and config.pad_token_id not in _ints(config.eos_token_id)
-        attention_mask = input_ids != config.pad_token_id if pads else torch.ones_like(input_ids)
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != input_ids.shape:
-        got = list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
-        raise ValueError(f"attention_mask: expected shape {list(input_ids.shape)} as input_ids, got {got}")
-    keep = attention_mask.to(input_ids.device).bool()
-    empty = (~keep.any(1)).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(
-            f"attention_mask: expected at least one token in every row, got only padding in row {empty[0]}"
-        )
-    for row, mask in enumerate(keep.tolist()):
-        first, last = mask.index(True), len(mask) - 1 - mask[::-1].index(True)
-        if not all(mask[first : last + 1]):
-            raise ValueError(f"attention_mask: expected padding at the ends only, got a gap in row {row}")
-    return [row[mask] for row, mask in zip(input_ids, keep, strict=True)], input_ids.long()
-
-
-def _merge(
-    target: Target, generation_config: GenerationConfig | None, return_dict: bool | None, kwargs: dict[str, Any]
-) -> GenerationConfig:
-    """Merge the settings, keywords first, and refuse what this release does not support."""
-    given = generation_config if generation_config is not None else target.model.generation_config
-    config = copy.deepcopy(given) if given is not None else GenerationConfig()
-    for name, value in kwargs.items():
-        if name.startswith("_") or not hasattr(config, name) or callable(getattr(config, name)):
-            raise ValueError(
-                f"{name}: expected an argument of specdec.generate or a GenerationConfig field, got {value!r}"
-            )
-        setattr(config, name, value)
-    if return_dict is not None:
-        config.return_dict_in_generate = return_dict
-    if config.do_sample:
-        raise NotImplementedError(
-            "do_sample: expected False, got True (from the call or the model's generation_config); "
-            "this release decodes greedily"
-        )
-    _refuse_unsupported(config)
-    return config
-
-
-def _settings(config: GenerationConfig, width: int) -> _Settings:
-    """What the merged settings mean for prompts of padded length `width`."""
-    max_new = config.max_new_tokens
-    if max_new is None:
-        max_length = config.max_length if config.max_length is not None else _DEFAULT_MAX_LENGTH
-        max_new = max_length - width
-        if max_new < 1:
-            raise ValueError(
-                f"max_length: expected more than the prompt's {width} tokens, got {max_length}; or pass max_new_tokens"
-            )
-    if not isinstance(max_new, int) or max_new < 1:
-        raise ValueError(f"max_new_tokens: expected an int of at least 1, got {max_new!r}")
-    stop_tokens = tuple(_ints(config.eos_token_id))
-    pad = config.pad_token_id
-    if pad is None:  # as transformers: the first end-of-sequence token; 0 when rows cannot end early
-        pad = stop_tokens[0] if stop_tokens else 0
-    return _Settings(max_new, stop_tokens, int(pad), bool(config.return_dict_in_generate))
-
-
-def _refuse_unsupported(config: GenerationConfig) -> None:
-    """Raise for every field that differs from its default and that greedy decoding here does not honour."""
-    neutral = {"repetition_penalty": 1.0, "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0}
-    defaults = GenerationConfig().to_dict()
-    for name, value in config.to_dict().items():
-        if name in _USED_FIELDS or name in _IRRELEVANT_FIELDS:
-            continue
-        if value in (None, False, defaults.get(name), neutral.get(name)) or value in ([], {}, 0):
-            continue
-        raise NotImplementedError(f"{name}: expected its default, got {value!r}; this release does not support it")
-
-
-def _ints(value: int | Sequence[int] | torch.Tensor | None) -> list[int]:
-    """Token ids given as one, several, a tensor or none."""
-    if value is None:
-        return []
-    if isinstance(value, torch.Tensor):
-        value = value.flatten().tolist()
-    return [value] if isinstance(value, int) else [int(item) for item in value]
+def _past_key_values(target: Target, keep: torch.Tensor, result: DecodeResult, width: int) -> DynamicCache:
+    """Keys and values of all returned ids but the last column, as transformers keeps them; zeros at padding."""
+    counts = torch.tensor([len(tokens) for tokens in result.tokens], device=keep.device)
+    cache = result.cache
+    if bool((counts < width).any()):  # rows that ended early: their last token was never run
+        last = torch.tensor([tokens[-1:] for tokens in result.tokens], device=keep.device)
+        depth = torch.zeros(1, 1, dtype=torch.int32, device=keep.device)
+        with without_autograd(target.device), target.hooked():
+            target.score(last, depth, depth[..., None] + 1, cache)
+    is_real = torch.cat((keep, torch.arange(width, device=keep.device) < counts[:, None]), 1)[:, :-1]
+    slots = (is_real.long().cumsum(1) - 1).clamp(min=0)
+    past = DynamicCache(config=target.model.config)
+    for layer, memory in enumerate(cache.data):
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        keys, values = (side[rows, slots] * is_real[:, :, None, None] for side in memory)  # [B, T, HK, D]
+        past.update(keys.transpose(1, 2).clone(), values.transpose(1, 2).clone(), layer)
+    return past

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-__all__ = ["TINY_FOLDER", "load_tiny", "tiny_drafter"]
+__all__ = ["TINY_FOLDER", "bundled_drafters", "load_tiny", "tiny_drafter"]
 
 TINY_FOLDER = Path(__file__).parent / "bundled"
 
@@ -22,14 +22,17 @@ def load_tiny(
     return model.to(device).eval(), AutoTokenizer.from_pretrained(TINY_FOLDER / "target")
 
 
-def tiny_drafter(kind: str) -> Path:
-    """Folder of the bundled drafter of this kind.
+def bundled_drafters() -> tuple[str, ...]:
+    """Names of the trained drafters that are bundled, sorted."""
+    return tuple(sorted(path.name for path in TINY_FOLDER.iterdir() if path.is_dir() and path.name != "target"))
+
+
+def tiny_drafter(name: str) -> Path:
+    """Folder of a bundled drafter: its kind, or the kind with its variant.
 
     Raises:
-        ValueError: none of that kind is bundled; the message lists those that are.
+        ValueError: none of that name is bundled; the message lists those that are.
     """
-    folder = TINY_FOLDER / kind
-    if not folder.is_dir() or kind == "target":
-        bundled = sorted(path.name for path in TINY_FOLDER.iterdir() if path.is_dir() and path.name != "target")
-        raise ValueError(f"kind: expected a bundled drafter ({', '.join(bundled)}), got {kind!r}")
-    return folder
+    if name not in bundled_drafters():
+        raise ValueError(f"kind: expected a bundled drafter ({', '.join(bundled_drafters())}), got {name!r}")
+    return TINY_FOLDER / name

@@ -1,23 +1,30 @@
 """Drafters from folders, files and names: what loads loads exactly, what does not is named."""
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 import specdec
-from specdec.checkpoints import save_medusa
+from specdec.checkpoints import DRAFTER_KINDS
+from specdec.drafter_folder import TargetRecord
+from specdec.drafter_kinds import NETWORK_KINDS, objective_class, settings_of, training_settings
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.dynamic_tree import DynamicTree
 from specdec.files import replace_file, replace_folder
 from specdec.models.medusa import MedusaConfig, MedusaHeads
 from specdec.models.target import Target
 
 TREE = specdec.TreeShape.from_k_config((3, 2))
+TAPS = {"eagle3": {"tap_layers": (0, 1, 2)}}
 
 
 @pytest.fixture(scope="module")
@@ -33,84 +40,185 @@ def heads(generator):
     return heads
 
 
-def test_heads_compute_the_papers_equation(heads, generator):
-    hidden = torch.randn(5, HIDDEN_SIZE, generator=generator)
-    logits = heads(hidden)
-    tensors = heads.to_published()
-    for head in range(3):
-        state = hidden
-        for layer in range(2):
-            weight, bias = tensors[f"{head}.{layer}.linear.weight"], tensors[f"{head}.{layer}.linear.bias"]
-            state = state + torch.nn.functional.silu(state @ weight.T + bias)
-        torch.testing.assert_close(logits[:, head], state @ tensors[f"{head}.2.weight"].T, atol=1e-5, rtol=1e-5)
-    assert torch.equal(heads(hidden, num_heads=2), logits[:, :2])
+@pytest.fixture
+def saved(heads, target, tmp_path):
+    """A folder of ours with Medusa heads."""
+    save(heads, target, tmp_path / "heads")
+    return tmp_path / "heads"
 
 
-def test_a_saved_folder_loads_with_its_tree(heads, target, tmp_path):
-    save_medusa(heads, tmp_path / "heads", tree=TREE)
-    drafter = specdec.load_drafter(tmp_path / "heads", target)
-    assert isinstance(drafter, Medusa)
-    assert drafter.shape == TREE
-    for name, tensor in drafter.heads.state_dict().items():
-        assert torch.equal(tensor, heads.state_dict()[name]), name
-    assert specdec.load_drafter(tmp_path / "heads", target, tree=2).shape == specdec.TreeShape.chain(2)
+def save(heads, target, folder, tree=TREE):
+    drafter = Medusa(heads, tree)
+    drafter.bind(target)
+    drafter.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_the_authors_file_loads_whatever_its_config_says(heads, target, tmp_path, name):
-    tensors = heads.to_published()
-    if name.endswith(".pt"):
-        torch.save(tensors, tmp_path / name)
-    else:
-        save_file(tensors, tmp_path / name)
-    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
-    drafter = specdec.load_drafter(tmp_path, target)
-    assert drafter.heads.config == heads.config
+def same_state(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_five_published_heads_get_the_authors_tree(target, tmp_path):
-    save_medusa(MedusaHeads(MedusaConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads=5)), tmp_path / "heads")
-    assert specdec.load_drafter(tmp_path / "heads", target).shape == specdec.TreeShape.preset("medusa/mc_sim_7b_63")
+# Our own folders
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_named(heads, target, tmp_path):
-    save_medusa(heads, tmp_path / "heads")
-    file = tmp_path / "heads" / "model.safetensors"
+@pytest.mark.parametrize("kind", NETWORK_KINDS)
+def test_a_folder_of_every_kind_comes_back(kind, target, tmp_path):
+    settings = {**training_settings(kind), **TAPS.get(kind, {})}
+    objective = objective_class(kind).new(target, **settings)
+    drafter = objective.drafter(specdec.TreeShape.from_k_config((3, 2, 1)))
+    drafter.network.half()
+    drafter.target_record = TargetRecord.of(target)
+    drafter.save_pretrained(tmp_path / "saved")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"specdec.json", "model.safetensors", "tree.json"}
+    again = specdec.load_drafter(tmp_path / "saved", target)
+    assert type(again) is type(drafter)
+    assert (again.kind, again.shape) == (kind, drafter.shape)
+    assert asdict(again.network.config) == asdict(drafter.network.config)
+    floats = [tensor for tensor in again.network.state_dict().values() if tensor.is_floating_point()]
+    assert {tensor.dtype for tensor in floats} == {torch.float32}, "cast to the target's dtype"
+    assert same_state(again.network, drafter.network.float())
+    ids = torch.tensor([[3, 5, 7, 2]])
+    plain = specdec.generate(target, None, ids, max_new_tokens=6)
+    assert torch.equal(specdec.generate(target, again, ids, max_new_tokens=6), plain)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(saved, target):
+    file = saved / "model.safetensors"
     good = load_file(file)
 
     def load(changes):
         tensors = {name: tensor for name, tensor in {**good, **changes}.items() if tensor is not None}
         save_file(tensors, file)
-        return specdec.load_drafter(tmp_path / "heads", target)
+        return specdec.load_drafter(saved, target)
 
-    with pytest.raises(ValueError, match=r"missing tensors \['1.0.linear.bias'\]"):
-        load({"1.0.linear.bias": None})
-    with pytest.raises(ValueError, match=r"unexpected tensors \['0.7.linear.bias'\]"):
-        load({"0.7.linear.bias": torch.zeros(3)})
-    with pytest.raises(ValueError, match="got \\['lm_head.weight'\\]"):
-        load({"lm_head.weight": torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"2.1.linear.weight: expected shape \[64, 64\], got \[64, 63\]"):
-        load({"2.1.linear.weight": torch.zeros(64, 63)})
-    file.write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="expected a readable checkpoint"):
-        specdec.load_drafter(tmp_path / "heads", target)
+    with pytest.raises(ValueError, match=r"missing tensors \['block_bias'\]"):
+        load({"block_bias": None})
+    with pytest.raises(ValueError, match=r"unexpected tensors \['extra'\]"):
+        load({"extra": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"block_bias: expected shape \[3, 2, 64\], got \[3, 2, 63\]"):
+        load({"block_bias": torch.zeros(3, 2, 63)})
+    content = file.read_bytes()
+    for broken in (b"not a checkpoint", content[: len(content) // 2], b""):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match="model.safetensors: expected a readable checkpoint"):
+            specdec.load_drafter(saved, target)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="expected model.safetensors"):
+        specdec.load_drafter(saved, target)
 
 
-def test_a_pickle_that_runs_code_is_not_run(target, tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return (exec, ("raise SystemExit('executed')",))
+def test_malformed_records_are_named(saved, target):
+    file = saved / "specdec.json"
+    good = json.loads(file.read_text())
 
-    torch.save({"0.0.linear.weight": Bomb()}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(ValueError, match="medusa_lm_head.pt: expected a readable checkpoint"):
-        specdec.load_drafter(tmp_path, target)
+    def load(**changes):
+        record = {key: value for key, value in {**good, **changes}.items() if value is not None}
+        file.write_text(json.dumps(record))
+        return specdec.load_drafter(saved, target)
+
+    with pytest.raises(ValueError, match=r"specdec.json: expected format 2, got 1"):
+        load(format=1)
+    with pytest.raises(ValueError, match="kind: expected one of medusa, hydra, .*, got 'hydro'"):
+        load(kind="hydro")
+    with pytest.raises(ValueError, match=r"specdec.json: expected 'config', and 'target'"):
+        load(target=None)
+    with pytest.raises(ValueError, match=r"missing fields \['vocab_size'\], unknown fields \['width'\]"):
+        load(config={"hidden_size": 64, "width": 3})
+    with pytest.raises(ValueError, match="num_heads: expected at least 1, got 0"):
+        load(config={**good["config"], "num_heads": 0})
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"specdec.json: expected a JSON object with the keys 'kind' and 'format'"):
+        specdec.load_drafter(saved, target)
+    load()
+    (saved / "tree.json").write_text("[")
+    with pytest.raises(ValueError, match="tree.json"):
+        specdec.load_drafter(saved, target)
+    assert specdec.load_drafter(saved, target, tree=2).shape == specdec.TreeShape.chain(2)
+
+
+def test_another_target_of_the_same_sizes_is_noticed(saved, target):
+    other = build_model("llama", seed=1)
+    with pytest.raises(ValueError, match=r"same sizes and another embedding; .*any_target=True"):
+        specdec.load_drafter(saved, other)
+    assert isinstance(specdec.load_drafter(saved, other, any_target=True), Medusa)
+    record = json.loads((saved / "specdec.json").read_text())
+    record["target"]["hidden_size"] = 65
+    (saved / "specdec.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="expected hidden_size 64 as the target's, got 65"):
+        specdec.load_drafter(saved, target, any_target=True)
+
+
+def test_the_fingerprint_survives_casts_and_nothing_else():
+    exact = TargetRecord.of(Target(build_model("llama")))
+    casts = [(torch.float16,), (torch.bfloat16,), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)]
+    for dtypes in casts:
+        model = build_model("llama")
+        for dtype in dtypes:
+            model = model.to(dtype)
+        cast = TargetRecord.of(Target(model.float()))
+        assert cast.fingerprint != exact.fingerprint
+        cast.check(exact, source="x", any_target=False)
+        exact.check(cast, source="x", any_target=False)
+    model = build_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.01)  # a hundredth, as of a short fine-tuning
+    with pytest.raises(ValueError, match="another embedding"):
+        exact.check(TargetRecord.of(Target(model)), source="x", any_target=False)
+
+
+def test_a_drafter_must_know_its_target_to_be_saved(heads, tmp_path):
+    with pytest.raises(ValueError, match=r"call drafter.bind\(target\) first"):
+        Medusa(heads, TREE).save_pretrained(tmp_path / "heads")
+    assert not any(tmp_path.iterdir())
+
+
+def test_dynamic_trees(target, tmp_path):
+    drafter = objective_class("eagle").new(target).drafter(DynamicTree(8, 2, 3))
+    drafter.bind(target)
+    drafter.save_pretrained(tmp_path / "eagle")
+    assert specdec.load_drafter(tmp_path / "eagle", target).shape == DynamicTree(8, 2, 3)
+    loaded = specdec.load_drafter(tmp_path / "eagle", target, tree="dynamic", num_nodes=12, depth=3, top_k=4)
+    assert loaded.shape == DynamicTree(12, 3, 4)
+    assert specdec.load_drafter(tmp_path / "eagle", target, tree=(2, 1)).shape == specdec.TreeShape.from_k_config(
+        (2, 1)
+    )
+    with pytest.raises(TypeError, match="top_k: eagle has no such setting; it has tap_layers"):
+        specdec.load_drafter(tmp_path / "eagle", target, tree=(2, 1), top_k=4)
+
+
+def test_a_dynamic_tree_is_refused_by_kinds_that_do_not_grow_one(saved, target):
+    with pytest.raises(ValueError, match="tree: expected a static tree with medusa"):
+        specdec.load_drafter(saved, target, tree="dynamic")
+    with pytest.raises(ValueError, match="tree: expected a static tree with draft_model"):
+        specdec.load_drafter(build_model("llama", seed=1), target, tree=DynamicTree())
+
+
+# Draft models, names and bad arguments
 
 
 def test_a_model_folder_is_a_draft_model(target, tmp_path):
-    build_model("llama", seed=1).save_pretrained(tmp_path)
-    drafter = specdec.load_drafter(tmp_path, target, tree=(2, 1))
+    model = build_model("llama", seed=1)
+    model.save_pretrained(tmp_path / "stock")
+    drafter = specdec.load_drafter(tmp_path / "stock", target, tree=(2, 1))
     assert isinstance(drafter, DraftModel)
     assert drafter.shape == specdec.TreeShape.from_k_config((2, 1))
+    drafter.save_pretrained(tmp_path / "ours")
+    again = specdec.load_drafter(tmp_path / "ours", target)
+    assert again.shape == drafter.shape
+    assert same_state(again.model, model)
+
+
+def test_a_draft_model_without_all_its_tensors_is_refused(target, tmp_path):
+    build_model("llama", seed=1).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors.pop("lm_head.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing tensors \['lm_head.weight'\] of LlamaForCausalLM"):
+        specdec.load_drafter(tmp_path, target)
+    save_file({**tensors, "lm_head.weight": head, "head.bias": torch.zeros(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected tensors \['head.bias'\]"):
+        specdec.load_drafter(tmp_path, target)
 
 
 def test_names_and_nothing(target):
@@ -120,25 +228,61 @@ def test_names_and_nothing(target):
     assert isinstance(lookup, PromptLookup)
     assert (lookup.max_ngram, lookup.shape.max_depth) == (2, 4)
     assert specdec.load_drafter("prompt_lookup", target, tree=6).shape.max_depth == 6
-    with pytest.raises(TypeError, match="prompt_lookup does not take these settings.*ngram"):
+    assert specdec.load_drafter("lookahead", target, level=4, window=3, guesses=2).window == 3
+    with pytest.raises(TypeError, match="ngram: prompt_lookup has no such setting; it has max_ngram, num_draft_tokens"):
         specdec.load_drafter("prompt_lookup", target, ngram=2)
+    with pytest.raises(ValueError, match="tree: expected a chain"):
+        specdec.load_drafter("prompt_lookup", target, tree=(2, 2))
+    with pytest.raises(ValueError, match="tree: expected None with lookahead"):
+        specdec.load_drafter("lookahead", target, tree=2)
 
 
-def test_malformed_folders(target, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"expected specdec.json, .* or config.json in .*, got none"):
+def test_unknown_settings_and_kinds_are_named(saved, target):
+    with pytest.raises(TypeError, match="recurrent: medusa has no such setting; it has none"):
+        specdec.load_drafter(saved, target, recurrent=True)
+    with pytest.raises(ValueError, match="kind: expected 'medusa', which is what .* holds, got 'hydra'"):
+        specdec.load_drafter(saved, target, kind="hydra")
+    with pytest.raises(ValueError, match=f"kind: expected one of {', '.join(DRAFTER_KINDS).replace('+', '.')}, got"):
+        specdec.load_drafter(saved, target, kind="hydro")
+    with pytest.raises(ValueError, match="expected a folder with eagle3 weights, got the kind's name alone"):
+        specdec.load_drafter("eagle3", target)
+    with pytest.raises(ValueError, match="expected a kind that can be trained .*draft_model, medusa, .* got 'none'"):
+        objective_class("none")
+    assert settings_of("eagle") == ("tap_layers",)
+
+
+def test_folders_that_hold_nothing(target, tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint"):
         specdec.load_drafter(tmp_path, target)
-    (tmp_path / "specdec.json").write_text("{")
-    with pytest.raises(ValueError, match=r"specdec.json: expected a JSON object with the key 'kind'"):
-        specdec.load_drafter(tmp_path, target)
-    (tmp_path / "specdec.json").write_text('{"kind": "hydro"}')
-    with pytest.raises(ValueError, match="kind: expected one of none, prompt_lookup, medusa, draft_model, got 'hydro'"):
-        specdec.load_drafter(tmp_path, target)
-    (tmp_path / "specdec.json").write_text('{"kind": "medusa"}')
-    with pytest.raises(FileNotFoundError, match="expected model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"expected a kind \(none, prompt_lookup, lookahead\), a folder"):
+        specdec.load_drafter(tmp_path / "nowhere", target)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json: expected a JSON object, got list"):
         specdec.load_drafter(tmp_path, target)
 
 
-def test_an_interrupted_save_leaves_the_good_folder(tmp_path):
+# Saving
+
+
+def test_a_full_disk_keeps_the_old_folder(saved, heads, target, monkeypatch):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    heads.block_bias.data.add_(1.0)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    for place in ("specdec.drafter_folder.save_file", "pathlib.Path.write_text"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, full)
+            with pytest.raises(OSError, match="No space left"):
+                save(heads, target, saved)
+        assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+        assert [path.name for path in saved.parent.iterdir()] == ["heads"]
+    save(heads, target, saved)
+    assert same_state(specdec.load_drafter(saved, target).network, heads)
+
+
+def test_an_interrupted_save_leaves_the_good_folder(tmp_path, monkeypatch):
     with replace_folder(tmp_path / "good") as folder:
         (folder / "file").write_text("first")
 
@@ -151,6 +295,24 @@ def test_an_interrupted_save_leaves_the_good_folder(tmp_path):
         interrupted()
     assert (tmp_path / "good" / "file").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
+    rename, moves = Path.rename, []
+
+    def failing(self, to):
+        moves.append(to)
+        if len(moves) == 2:  # the old folder has been moved away, the new one has not been moved in
+            raise OSError("no more names")
+        return rename(self, to)
+
+    def replaced():
+        with replace_folder(tmp_path / "good") as folder:
+            (folder / "file").write_text("second")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(OSError, match="no more names"):
+            replaced()
+    assert (tmp_path / "good" / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
     with replace_folder(tmp_path / "good") as folder:
         (folder / "other").write_text("second")
     assert [path.name for path in (tmp_path / "good").iterdir()] == ["other"]
@@ -158,3 +320,13 @@ def test_an_interrupted_save_leaves_the_good_folder(tmp_path):
     replace_file(tmp_path / "note", "two")
     assert (tmp_path / "note").read_text() == "two"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "note"]
+
+
+def test_tensors_that_share_memory_are_saved_under_each_name(target, tmp_path):
+    model = LlamaForCausalLM(target.model.config)
+    heads = MedusaHeads(MedusaConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads=1))
+    heads.register_buffer("alias", heads.block_bias.detach())
+    drafter = Medusa(heads, specdec.TreeShape.chain(1))
+    drafter.bind(Target(model))
+    drafter.save_pretrained(tmp_path / "heads")
+    assert "alias" in load_file(tmp_path / "heads" / "model.safetensors")

@@ -152,11 +152,12 @@ def test_model_configured_for_sampling_is_not_decoded_greedily_in_silence(genera
     model = build_model("llama")
     model.generation_config.do_sample = True
     (prompt,) = random_prompts(generator, [6])
-    with pytest.raises(NotImplementedError, match="do_sample: expected False, got True"):
-        specdec.generate(model, None, prompt[None], max_new_tokens=4)
-    assert (
-        specdec.generate(model, None, prompt[None], max_new_tokens=4, do_sample=False, temperature=0.6).shape[1] == 10
-    )
+    torch.manual_seed(1)
+    first = specdec.generate(model, None, prompt[None], max_new_tokens=24)
+    torch.manual_seed(2)
+    assert not torch.equal(specdec.generate(model, None, prompt[None], max_new_tokens=24), first)
+    greedy = specdec.generate(model, None, prompt[None], max_new_tokens=24, do_sample=False, temperature=0.6)
+    assert torch.equal(greedy, transformers_greedy(model, prompt[None], None, max_new_tokens=24))
 
 
 def test_a_streamer_gets_the_prompt_then_the_tokens_in_order(generator):
@@ -246,12 +247,66 @@ BAD_CALLS = {
     ),
     "unknown keyword": ({"max_new_token": 3}, ValueError, r"max_new_token: expected an argument of specdec.generate"),
     "method as keyword": ({"save_pretrained": 3}, ValueError, r"save_pretrained: expected an argument"),
-    "sampling": ({"do_sample": True}, NotImplementedError, r"do_sample: expected False, got True"),
     "beams": ({"num_beams": 4}, NotImplementedError, r"num_beams: expected its default, got 4"),
-    "penalty": ({"repetition_penalty": 1.3}, NotImplementedError, r"repetition_penalty: expected its default, got 1.3"),
-    "scores": ({"output_scores": True}, NotImplementedError, r"output_scores: expected its default, got True"),
-    "stop strings": ({"stop_strings": ["a"]}, NotImplementedError, r"stop_strings: expected its default"),
-    "time": ({"max_time": 3.0}, NotImplementedError, r"max_time: expected its default, got 3.0"),
+    "dola": ({"dola_layers": "low"}, NotImplementedError, r"dola_layers: expected its default, got 'low'"),
+    "guidance": ({"guidance_scale": 2.0}, NotImplementedError, r"guidance_scale: expected its default, got 2.0"),
+    "penalty": ({"repetition_penalty": 0}, ValueError, r"repetition_penalty: expected a number over 0, got 0"),
+    "temperature": ({"do_sample": True, "temperature": 0.0}, ValueError, r"temperature: expected a number over 0"),
+    "top_p": ({"do_sample": True, "top_p": 1.5}, ValueError, r"top_p: expected a number over 0 and at most 1, got 1.5"),
+    "top_k": ({"do_sample": True, "top_k": -3}, ValueError, r"top_k: expected an int of at least 0, got -3"),
+    "min_p": ({"do_sample": True, "min_p": -0.1}, ValueError, r"min_p: expected a number from 0 to 1, got -0.1"),
+    "stop strings": ({"stop_strings": ["a"]}, ValueError, r"tokenizer: expected the model's tokenizer .* got None"),
+    "time": ({"max_time": -3.0}, ValueError, r"max_time: expected a number of seconds over 0, got -3.0"),
+    "sequences": ({"num_return_sequences": 2}, ValueError, r"num_return_sequences: expected 1 without sampling"),
+    "negative seed": ({"do_sample": True, "seed": -1}, ValueError, r"seed: expected 0 or more, got -1"),
+    "seeds": ({"do_sample": True, "seed": [1, 2]}, ValueError, r"seed: expected one per row, 1, got 2"),
+    "text as seed": ({"do_sample": True, "seed": ["a"]}, TypeError, r"seed: expected an int or one int per row"),
+    "unknown rule": ({"acceptance": "lucky"}, ValueError, r"acceptance: expected auto, greedy, naive, .*got 'lucky'"),
+    "no rule": ({"acceptance": 3}, TypeError, r"acceptance: expected a name or an acceptance rule, got int"),
+    "rejection without sampling": (
+        {"acceptance": "rejection"},
+        ValueError,
+        r"acceptance: rejection samples, which contradicts do_sample=False",
+    ),
+    "greedy with sampling": (
+        {"acceptance": "greedy", "do_sample": True},
+        ValueError,
+        r"acceptance: greedy never samples, which contradicts do_sample=True",
+    ),
+    "rejection without laws": (
+        {"acceptance": "rejection", "do_sample": True, "drafter": "prompt_lookup"},
+        ValueError,
+        r"acceptance: rejection needs a drafter that draws its candidates from a known law, got prompt_lookup",
+    ),
+    "traversal with shared lists": (
+        {"acceptance": "traversal", "do_sample": True, "drafter": medusa((2, 2))},
+        ValueError,
+        r"acceptance: traversal needs a chain, or candidates drawn for every parent anew, but medusa",
+    ),
+    "ranks with gaps": (
+        {
+            "acceptance": "rejection",
+            "do_sample": True,
+            "drafter": medusa(specdec.TreeShape.from_paths([[0], [2]])),
+        },
+        ValueError,
+        r"tree: expected children that take the ranks 0, 1, ... for acceptance='rejection'",
+    ),
+    "processor of another shape": (
+        {"logits_processor": [lambda ids, scores: scores[:, :3]]},
+        ValueError,
+        r"logits_processor: expected scores \[1, 96\] from function, got \[1, 3\]",
+    ),
+    "processor of NaN": (
+        {"logits_processor": [lambda ids, scores: scores * float("nan")]},
+        ValueError,
+        r"logits_processor: expected scores without NaN from function, got NaN",
+    ),
+    "processor that leaves nothing": (
+        {"logits_processor": [lambda ids, scores: scores - float("inf")]},
+        ValueError,
+        r"logits_processor: expected a token that is still possible, got none from function",
+    ),
     "streamer and batch": (
         {"input_ids": IDS.repeat(2, 1), "streamer": object()},
         ValueError,
@@ -265,12 +320,12 @@ BAD_CALLS = {
     "heads vocabulary": (
         {"drafter": medusa(2, vocab_size=50)},
         ValueError,
-        r"drafter: expected a vocabulary of 96 tokens as the target's, got 50",
+        r"drafter: expected vocab_size 96 as the target's, got 50",
     ),
     "heads hidden size": (
         {"drafter": medusa(2, hidden_size=32)},
         ValueError,
-        r"drafter: expected hidden size 64 as the target's, got 32",
+        r"drafter: expected hidden_size 64 as the target's, got 32",
     ),
     "rank too large": (
         {"drafter": build_model("llama"), "tree": (97,)},

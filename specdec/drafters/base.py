@@ -9,6 +9,7 @@ import torch
 
 from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree
+from specdec.dynamic_tree import DynamicTree
 from specdec.kernels.verdict import Verdict
 from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.trees import TreeShape
@@ -38,11 +39,21 @@ class Drafter(ABC):
 
     Attributes:
         kind: the name by which users ask for this drafter.
-        shape: the largest tree it proposes.
+        shape: the largest tree it proposes. The loop reads its sizes alone; a drafter of static trees, which needs the
+            topology, declares the attribute again as a `TreeShape`.
+        sampling_rule: name of the lossless acceptance rule that serves it best when tokens are sampled.
+        shares_candidates: whether children of several parents may come from one list of candidates.
     """
 
     kind: ClassVar[str]
-    shape: TreeShape
+    shape: TreeShape | DynamicTree
+    sampling_rule: str = "naive"
+    shares_candidates: ClassVar[bool] = True
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether its candidates can be drawn from laws that it hands on with the tree."""
+        return False
 
     @abstractmethod
     def bind(self, target: Target) -> None:

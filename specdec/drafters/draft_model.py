@@ -9,6 +9,8 @@ Deviations: the token before the root is fed again with the root, so that the fi
 not the whole tree was accepted (its deepest node was never fed). That costs one row, and no branch.
 """
 
+import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +22,7 @@ from transformers import PreTrainedModel
 from specdec.candidates import Candidates, Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Drafter, Prompt
+from specdec.files import replace_folder
 from specdec.kernels.verdict import Verdict
 from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.trees import MAX_NODES, TreeShape
@@ -39,6 +42,9 @@ class DraftModel(Drafter):
     """
 
     kind: ClassVar[str] = "draft_model"
+    shape: TreeShape
+    sampling_rule: str = "rejection"
+    shares_candidates: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, shape: TreeShape) -> None:
         if shape.max_depth < 1:
@@ -47,6 +53,24 @@ class DraftModel(Drafter):
             raise ValueError(f"tree: expected at most {MAX_NODES - 1} nodes with a draft model, got {shape.num_nodes}")
         self.model = model
         self.shape = shape
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, texts: Mapping[str, str] | None = None) -> None:
+        """Save the model, as transformers does, with the tree, to a folder that `specdec.load_drafter` reads.
+
+        Args:
+            folder: replaced in one step if it exists; after an error the old one is still there.
+            texts: further files by name.
+        """
+        with replace_folder(folder) as staging:
+            self.model.save_pretrained(staging)
+            self.shape.save(staging / "tree.json")
+            for name, text in (texts or {}).items():
+                staging.joinpath(name).write_text(text, encoding="utf-8")
+
+    @property
+    def can_sample(self) -> bool:
+        """Yes: every list of candidates has its own law."""
+        return True
 
     def bind(self, target: Target) -> None:
         """Check the vocabulary, move to the target's device and lay out the levels."""

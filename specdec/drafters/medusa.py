@@ -4,29 +4,31 @@ Paper: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1; the baseline o
 Proposes: a static tree; all nodes of a depth take their tokens from the same head's top-k list.
 Needs from the target: the state that enters the LM head, at the last accepted node.
 Cost of one draft: one pass through K heads, (d^2 + d V) K weights; nothing sequential, no cache.
-Deviations: none for Medusa-1 checkpoints (heads with own LM heads).
+Deviations: none. The heads of a Medusa-2 model are the same heads; its target is the model in the same files.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Drafter, Prompt
+from specdec.drafters.base import Prompt
+from specdec.drafters.network import NetworkDrafter
 from specdec.kernels.verdict import Verdict
-from specdec.models.medusa import MedusaHeads
+from specdec.models.draft_network import DraftNetwork
+from specdec.models.medusa import MedusaConfig, MedusaHeads
 from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.trees import TreeShape
 
 __all__ = ["Medusa"]
 
 
-class Medusa(Drafter):
+class Medusa(NetworkDrafter):
     """Static-tree drafting with Medusa heads.
 
     Args:
-        heads: the trained heads.
+        network: the trained heads.
         shape: the tree to propose; at most as deep as there are heads.
 
     Raises:
@@ -34,21 +36,29 @@ class Medusa(Drafter):
     """
 
     kind: ClassVar[str] = "medusa"
+    shape: TreeShape
+    network_class: ClassVar[type[DraftNetwork]] = MedusaHeads
 
-    def __init__(self, heads: MedusaHeads, shape: TreeShape) -> None:
-        if shape.max_depth > heads.config.num_heads:
+    def __init__(self, network: MedusaHeads, shape: TreeShape) -> None:
+        if shape.max_depth > network.config.num_heads:
             raise ValueError(
-                f"tree: expected a depth of at most {heads.config.num_heads}, one level per head, got {shape.max_depth}"
+                f"tree: expected a depth of at most {network.config.num_heads}, one level per head, "
+                f"got {shape.max_depth}"
             )
-        if shape.max_rank >= heads.config.vocab_size:
-            raise ValueError(f"tree: expected ranks below {heads.config.vocab_size}, got {shape.max_rank}")
-        self.heads = heads
-        self.shape = shape
+        if network.config.vocab_size is not None and shape.max_rank >= network.config.vocab_size:
+            raise ValueError(f"tree: expected ranks below {network.config.vocab_size}, got {shape.max_rank}")
+        super().__init__(network, shape)
+
+    @classmethod
+    def default_tree(cls, config: MedusaConfig) -> TreeShape:
+        """The authors' tree of 63 nodes where there are heads for its depth of four, else a width per depth."""
+        if config.num_heads >= 4:
+            return TreeShape.preset("medusa/mc_sim_7b_63")
+        return TreeShape.from_k_config((8, 4, 1)[: config.num_heads])
 
     def bind(self, target: Target) -> None:
-        """Check the sizes and move the heads to the target's device and dtype."""
-        self.heads.config.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
-        self.heads.to(device=target.device, dtype=target.dtype).eval()
+        """Take what the target shares and lay out the tree."""
+        super().bind(target)
         self._template = TreeTemplate(self.shape, target.device, rows="depth", backend=target.backend)
         self._num_ranks = self.shape.max_rank + 1
 
@@ -59,7 +69,7 @@ class Medusa(Drafter):
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
         """Candidates of every head, laid out as the tree."""
-        logits = self.heads(self._hidden, num_heads=self.shape.max_depth)
+        logits: Any = self.network(self._hidden, num_heads=self.shape.max_depth, lm_head=self.lm_head)
         return self._template.expand(choose(logits, self._num_ranks), root, lengths)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:

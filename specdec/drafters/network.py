@@ -1,9 +1,14 @@
 """Drafters with a trained network: what they share on the way from a folder to a target."""
 
+import os
 from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar
 
+from specdec.drafter_folder import DrafterRecord, TargetRecord, write_folder
 from specdec.drafters.base import Drafter
+from specdec.dynamic_tree import DynamicTree
 from specdec.models.draft_network import DraftNetwork
 from specdec.models.target import Target
 from specdec.trees import TreeShape
@@ -17,17 +22,28 @@ class NetworkDrafter(Drafter):
     Args:
         network: the trained network.
         shape: the tree to propose.
+
+    Attributes:
+        grows_trees: whether it can propose a `DynamicTree`.
+        target_record: what tells its target from others, once it was loaded for a target or bound to one.
     """
 
     network_class: ClassVar[type[DraftNetwork]]
+    grows_trees: ClassVar[bool] = False
 
-    def __init__(self, network: DraftNetwork, shape: TreeShape) -> None:
+    def __init__(self, network: DraftNetwork, shape: TreeShape | DynamicTree) -> None:
         self.network = network
         self.shape = shape
+        self.target_record: TargetRecord | None = None
+
+    @property
+    def can_sample(self) -> bool:
+        """Yes: candidates come from the network's logits."""
+        return True
 
     @classmethod
     @abstractmethod
-    def default_tree(cls, config: Any) -> TreeShape:
+    def default_tree(cls, config: Any) -> TreeShape | DynamicTree:
         """The tree to propose with a network of this configuration when nobody names one."""
 
     def bind(self, target: Target) -> None:
@@ -38,3 +54,24 @@ class NetworkDrafter(Drafter):
         self.network.to(device=target.device, dtype=target.dtype).eval()
         self.embed = target.model.get_input_embeddings()
         self.lm_head = target.model.get_output_embeddings()
+        self.target_record = TargetRecord.of(target)
+
+    @property
+    def saved_config(self) -> Any:
+        """The network's configuration as it is saved; a drafter whose settings belong to it adds them."""
+        return self.network.config
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, texts: Mapping[str, str] | None = None) -> None:
+        """Save network and tree to a folder that `specdec.load_drafter` reads.
+
+        Args:
+            folder: replaced in one step if it exists; after an error the old one is still there.
+            texts: further files by name, such as a report of the training.
+
+        Raises:
+            ValueError: the drafter was neither loaded for a target nor bound to one.
+        """
+        if self.target_record is None:
+            raise ValueError("drafter: expected one that knows its target; call drafter.bind(target) first")
+        record = DrafterRecord(self.kind, asdict(self.saved_config), self.target_record)
+        write_folder(folder, record=record, network=self.network, tree=self.shape, texts=texts)

@@ -22,6 +22,7 @@ class NoDrafter(Drafter):
     """Plain autoregressive decoding."""
 
     kind: ClassVar[str] = "none"
+    shape: TreeShape
     shape = TreeShape.chain(0)
 
     def bind(self, target: Target) -> None:

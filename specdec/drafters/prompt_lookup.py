@@ -33,6 +33,7 @@ class PromptLookup(Drafter):
     """
 
     kind: ClassVar[str] = "prompt_lookup"
+    shape: TreeShape
 
     def __init__(self, *, max_ngram: int = 3, num_draft_tokens: int = 10) -> None:
         for name, value in (("max_ngram", max_ngram), ("num_draft_tokens", num_draft_tokens)):

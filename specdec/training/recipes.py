@@ -1,75 +1,366 @@
-"""Settings that every training here shares: AdamW (.9, .95), clip 1.0, warm-up, cosine to 5%, bf16, resumable."""
+"""The training loop that everything here shares: Hugging Face's Trainer, with a `Recipe` for optimiser and schedule.
 
+On top of the Trainer: a loss or gradient that is not finite stops the run before it reaches the weights; an interrupted
+run resumes from its last complete checkpoint, never from a half-written one; gradients may be clipped by element;
+learning rates fall to a part of their peak; the parts of a loss are logged with it.
+"""
+
+import functools
+import logging
+import math
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import EvalLoopOutput
 
-__all__ = ["run_training"]
+from specdec.training.objectives.base import Recipe
+
+__all__ = ["NonFiniteLossError", "RecipeTrainer", "Run", "forget_checkpoints", "last_checkpoint", "run_training"]
+
+logger = logging.getLogger(__name__)
+
+_COMPLETE = "complete"  # a file in every checkpoint that was written to its end
+
+
+class NonFiniteLossError(RuntimeError):
+    """A loss or gradient is NaN or infinite, so that the run cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How one run departs from its recipe, and how it is watched. None leaves a recipe's value.
+
+    Attributes:
+        steps: optimiser steps; wins over `epochs`.
+        epochs: passes over the texts.
+        batch_size: texts per step, over all processes.
+        accumulate: parts in which a process's share of a batch goes through the model, to save memory.
+        learning_rate: peak of the schedule.
+        eval_every: steps between evaluations and checkpoints; a tenth of the run by default.
+        log_every: steps between entries of the loss curve.
+        seed: of the order of the texts, and of all noise.
+        mixed_precision: compute in bfloat16 with weights in float32; by default where the target is bfloat16.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    accumulate: int = 1
+    learning_rate: float | None = None
+    eval_every: int | None = None
+    log_every: int = 10
+    seed: int = 0
+    mixed_precision: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "batch_size", "accumulate", "eval_every", "log_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise ValueError(f"learning_rate: expected more than 0, got {self.learning_rate}")
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """The recipe with this run's values in place of its own."""
+        changes = {name: getattr(self, name) for name in ("epochs", "batch_size", "learning_rate")}
+        return replace(recipe, **{name: value for name, value in changes.items() if value is not None})
+
+
+class RecipeTrainer(Trainer):
+    """A Trainer for a module whose `forward(**batch)` gives `{"loss": ..., parts ...}`.
+
+    Args:
+        model: the module; parts are scalars by name.
+        recipe: optimiser and schedule.
+        arguments: of transformers' Trainer.
+        kwargs: further arguments of transformers' Trainer.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, arguments: TrainingArguments, **kwargs: Any) -> None:
+        super().__init__(model, arguments, **kwargs)
+        self.recipe = recipe
+        self._sums: dict[bool, defaultdict[str, torch.Tensor | float]] = {}
+        self._counts = {True: 0, False: 0}
+        self._forget_parts(training=True)
+        self._forget_parts(training=False)
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        self.progress_bar = _ProgressBar()
+        for callback in (_Guard(recipe.clip_value), _MarkComplete(), self.progress_bar):
+            self.add_callback(callback)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        """The recipe's schedule."""
+        factor = functools.partial(learning_rate_factor, self.recipe, num_training_steps)
+        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, factor)
+        return self.lr_scheduler
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,  # noqa: ARG002 - signature of the base
+    ) -> Any:
+        """The loss, checked; its parts are added up until they are logged."""
+        outputs = model(**inputs)
+        loss = outputs["loss"]
+        if not torch.isfinite(loss):
+            phase = "training" if model.training else "evaluation after"
+            raise NonFiniteLossError(
+                f"loss: expected a finite value, got {float(loss.detach())} in {phase} step "
+                f"{self.state.global_step + model.training}"
+            )
+        sums = self._sums[model.training]
+        for name, value in outputs.items():
+            if name != "loss" and isinstance(value, torch.Tensor) and value.ndim == 0:
+                sums[name] = sums[name] + value.detach()
+        self._counts[model.training] += 1
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,  # noqa: ARG002 - signature of the base
+        ignore_keys: list[str] | None = None,  # noqa: ARG002 - signature of the base
+    ) -> tuple[torch.Tensor, None, None]:
+        """The loss alone."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As the base, with the parts of the loss among the metrics."""
+        self._forget_parts(training=False)
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics.update({f"eval_{name}": value for name, value in self._mean_parts(training=False).items()})
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the base, with the parts of the training loss beside it."""
+        if "loss" in logs:
+            logs = {**logs, **self._mean_parts(training=True)}
+            self._forget_parts(training=True)
+        super().log(logs, *args, **kwargs)
+
+    def _mean_parts(self, *, training: bool) -> dict[str, float]:
+        return {name: float(value) / self._counts[training] for name, value in self._sums[training].items()}
+
+    def _forget_parts(self, *, training: bool) -> None:
+        self._sums[training] = defaultdict(float)
+        self._counts[training] = 0
 
 
 def run_training(
     model: nn.Module,
     work_dir: Path,
     *,
-    train: Dataset[dict[str, torch.Tensor]],
-    held_out: Dataset[dict[str, torch.Tensor]],
-    batch_size: int,
-    num_steps: int,
-    learning_rate: float,
-    warmup_steps: int,
-    weight_decay: float = 0.1,
-    seed: int = 0,
-    save_steps: int = 250,
-    trainer_class: type[Trainer] = Trainer,
+    recipe: Recipe,
+    run: Run,
+    train: Dataset[Any],
+    held_out: Dataset[Any],
+    collate: Callable[[list[Any]], Mapping[str, torch.Tensor]],
+    mixed_precision: bool,
+    trainer_class: type[RecipeTrainer] = RecipeTrainer,
     **trainer_kwargs: Any,
-) -> dict[str, float]:
-    """Train `model`, resuming from the last checkpoint in `work_dir` if there is one.
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Train `model`, resuming from the last complete checkpoint in `work_dir` if there is one.
 
     Args:
-        model: a module whose `forward(input_ids, labels)` returns a loss, as transformers models do.
+        model: see `RecipeTrainer`.
         work_dir: checkpoints go here; created if missing.
-        train: items `{"input_ids", "labels"}`.
-        held_out: the same, for the evaluation at the end.
-        batch_size: items per step.
-        num_steps: optimiser steps.
-        learning_rate: peak of the schedule.
-        warmup_steps: steps of linear warm-up.
-        weight_decay: on matrices only.
-        seed: of the data order.
-        save_steps: steps between checkpoints.
-        trainer_class: a `transformers.Trainer` subclass, for another loss or other metrics.
-        trainer_kwargs: further arguments of the trainer.
+        recipe: optimiser and schedule; the run's changes applied.
+        run: how long, and how it is watched.
+        train: what is learnt.
+        held_out: what is evaluated on.
+        collate: makes a batch, the keywords of the model's `forward`, from items of these.
+        mixed_precision: compute in bfloat16.
+        trainer_class: a `RecipeTrainer` with other metrics.
+        trainer_kwargs: further arguments of it.
 
     Returns:
-        The metrics of the final evaluation, `eval_loss` among them.
+        The metrics of the final evaluation, `eval_loss` among them, and the log of the whole run.
+
+    Raises:
+        NonFiniteLossError: the message says at which step, and where the last good checkpoint is.
+        OSError: a checkpoint could not be written.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
-    arguments = TrainingArguments(
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    arguments = _arguments(work_dir, recipe, run, len(train), mixed_precision, on_cpu)  # type: ignore[arg-type]
+    if arguments.n_gpu > 1:
+        raise RuntimeError(
+            f"training: expected one process per GPU, got one for {arguments.n_gpu}; start with torchrun"
+        )
+    trainer = trainer_class(
+        model, recipe, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collate, **trainer_kwargs
+    )
+    resumed = last_checkpoint(work_dir)
+    if resumed is not None:
+        logger.info("training: goes on from %s", resumed)
+    try:
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        history = trainer.state.log_history
+        last = next((entry for entry in reversed(history) if "eval_loss" in entry), None)
+        metrics = last if last is not None and last["step"] == arguments.max_steps else trainer.evaluate()
+    except NonFiniteLossError as error:
+        raise NonFiniteLossError(f"{error}; {_what_is_kept(work_dir)}") from error
+    except OSError as error:
+        raise OSError(f"training: stopped by {error}; {_what_is_kept(work_dir)}") from error
+    finally:
+        trainer.progress_bar.close()
+    return {name: value for name, value in metrics.items() if name.startswith("eval_")}, trainer.state.log_history
+
+
+def _arguments(
+    work_dir: Path, recipe: Recipe, run: Run, num_texts: int, mixed_precision: bool, on_cpu: bool
+) -> TrainingArguments:
+    """Recipe and run in the Trainer's words."""
+    parts = run.accumulate * int(os.environ.get("WORLD_SIZE", "1"))
+    if recipe.batch_size % parts:
+        raise ValueError(
+            f"batch_size: expected a multiple of {parts}, processes times accumulate, got {recipe.batch_size}"
+        )
+    steps = run.steps or math.ceil(num_texts / recipe.batch_size) * recipe.epochs
+    eval_every = run.eval_every or max(1, steps // 10)
+    return TrainingArguments(
         output_dir=str(work_dir),
-        per_device_train_batch_size=batch_size,
-        per_device_eval_batch_size=batch_size,
-        max_steps=num_steps,
-        learning_rate=learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.05},
-        warmup_steps=warmup_steps,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        weight_decay=weight_decay,
-        max_grad_norm=1.0,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        seed=seed,
-        logging_steps=50,
-        save_steps=save_steps,
-        save_total_limit=1,
+        per_device_train_batch_size=recipe.batch_size // parts,
+        per_device_eval_batch_size=recipe.batch_size // parts,
+        gradient_accumulation_steps=run.accumulate,
+        max_steps=steps,
+        learning_rate=recipe.learning_rate,
+        adam_beta1=recipe.betas[0],
+        adam_beta2=recipe.betas[1],
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.clip_norm if recipe.clip_value is None else 0.0,
+        bf16=mixed_precision,
+        use_cpu=on_cpu,
+        seed=run.seed,
+        logging_steps=run.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=eval_every,
+        save_steps=eval_every,
+        save_total_limit=2,  # the older one stands in for a newer one that was not written to its end
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
         report_to=[],
     )
-    trainer = trainer_class(model, arguments, train_dataset=train, eval_dataset=held_out, **trainer_kwargs)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(work_dir)))
-    return trainer.evaluate()
+
+
+def last_checkpoint(work_dir: Path) -> Path | None:
+    """The newest checkpoint in `work_dir` that was written to its end."""
+    complete = [path.parent for path in work_dir.glob(f"checkpoint-*/{_COMPLETE}")]
+    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def forget_checkpoints(work_dir: Path) -> None:
+    """Remove the checkpoints of a run that has ended."""
+    for path in work_dir.glob("checkpoint-*"):
+        shutil.rmtree(path)
+
+
+def learning_rate_factor(recipe: Recipe, num_steps: int, step: int) -> float:
+    """Learning rate after `step` of `num_steps` steps, as a part of the peak.
+
+    Raises:
+        ValueError: a schedule that is none of "cosine", "linear" and "constant".
+    """
+    warmup = round(recipe.warmup_ratio * num_steps)
+    if step < warmup:
+        return step / warmup
+    done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
+    if recipe.schedule not in shapes:
+        raise ValueError(f"schedule: expected one of {', '.join(shapes)}, got {recipe.schedule!r}")
+    return recipe.final_lr_ratio + (1 - recipe.final_lr_ratio) * shapes[recipe.schedule]
+
+
+def _what_is_kept(work_dir: Path) -> str:
+    kept = last_checkpoint(work_dir)
+    return "no checkpoint was written yet" if kept is None else f"the last good checkpoint is {kept}"
+
+
+class _Guard(TrainerCallback):
+    """Between the gradients and the optimiser: stops what is not finite, and clips by element."""
+
+    def __init__(self, clip_value: float | None) -> None:
+        self.clip_value = clip_value
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        del args, control
+        gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            raise NonFiniteLossError(
+                f"gradient: expected finite values, got a norm of {float(norm)} in training step "
+                f"{state.global_step + 1}"
+            )
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(kwargs["model"].parameters(), self.clip_value)
+
+
+class _MarkComplete(TrainerCallback):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        del control, kwargs
+        if state.is_world_process_zero and args.output_dir is not None:
+            Path(args.output_dir, f"checkpoint-{state.global_step}", _COMPLETE).touch()
+
+
+class _ProgressBar(TrainerCallback):
+    """One line on standard error if that is a terminal, logged lines otherwise."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._shown: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        del args, control, kwargs
+        console = Console(stderr=True)
+        if state.is_world_process_zero and console.is_terminal:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
+            self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step)
+            self._bar.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        del args, control, kwargs
+        if self._bar is not None:
+            self._bar.update(self._task, completed=state.global_step)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        del args, control
+        logs = kwargs["logs"]
+        self._shown |= {name: logs[name] for name in ("loss", "eval_loss", "eval_tau") if name in logs}
+        names = {"loss": "loss", "eval_loss": "held out", "eval_tau": "tau"}
+        text = ", ".join(f"{names[name]} {value:.3f}" for name, value in self._shown.items())
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        elif state.is_world_process_zero:
+            logger.info("step %d of %d: %s", state.global_step, state.max_steps, text)
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

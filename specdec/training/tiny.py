@@ -1,17 +1,13 @@
 """`specdec train-tiny`: the bundled target, then its drafters, in one resumable run."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from specdec.training.corpus import Corpus, read_standard_library
-from specdec.training.tiny_drafters import (
-    DrafterRecipe,
-    train_tiny_draft_model,
-    train_tiny_medusa,
-    write_with_target,
-)
+from specdec.training.tiny_drafters import TINY_DRAFTERS, TinyDrafter, TinyTexts, train_tiny_drafter, write_texts
 from specdec.training.tiny_target import TinyTargetRecipe, train_tiny_target
 
 __all__ = ["train_tiny"]
@@ -21,8 +17,10 @@ def train_tiny(
     output: Path,
     work_dir: Path,
     *,
+    only: Sequence[str] | None = None,
     target_recipe: TinyTargetRecipe | None = None,
-    drafter_recipe: DrafterRecipe | None = None,
+    texts_recipe: TinyTexts | None = None,
+    drafters: Mapping[str, TinyDrafter] = TINY_DRAFTERS,
     corpus: Corpus | None = None,
 ) -> dict[str, dict[str, float]]:
     """Train everything that the package bundles.
@@ -30,33 +28,47 @@ def train_tiny(
     A part that is already in `output` is not trained again; delete its folder to redo it.
 
     Args:
-        output: receives `target/`, `medusa/` and `draft_model/`, each in one step once it is done.
-        work_dir: checkpoints and the text that the target wrote; a run that was stopped goes on from them.
+        output: receives `target/` and a folder per drafter, each in one step once it is done.
+        work_dir: checkpoints and the texts that the target wrote; a run that was stopped goes on from them.
+        only: parts to train, by the names of their folders; all by default.
         target_recipe: sizes and schedule of the target.
-        drafter_recipe: sizes and schedule of the drafters.
+        texts_recipe: how much the target writes.
+        drafters: how the drafters are made.
         corpus: training text; the Python standard library by default.
 
     Returns:
-        Per part that was trained, its report (held-out loss and sizes).
+        Per part that was trained, its report (held-out loss, sizes, tau).
+
+    Raises:
+        FileNotFoundError: drafters are asked for, and no target is there.
+        ValueError: `only` names a part that does not exist.
     """
-    drafter_recipe = DrafterRecipe() if drafter_recipe is None else drafter_recipe
+    parts = ["target", *drafters]
+    unknown = sorted(set(only or ()) - set(parts))
+    if unknown:
+        raise ValueError(f"only: expected some of {', '.join(parts)}, got {', '.join(unknown)}")
+    wanted = [part for part in (only or parts) if not (output / part).exists()]
+    if not wanted:
+        return {}
     corpus = read_standard_library() if corpus is None else corpus
     reports: dict[str, dict[str, float]] = {}
-    if not (output / "target").exists():
+    if "target" in wanted:
         recipe = TinyTargetRecipe() if target_recipe is None else target_recipe
         reports["target"] = train_tiny_target(output / "target", work_dir / "target", recipe, corpus)
-    target = LlamaForCausalLM.from_pretrained(output / "target", dtype=torch.float32).eval()
-    written = work_dir / "texts.pt"
-    if written.exists():
-        texts = torch.load(written, weights_only=True)
-    else:
-        texts = write_with_target(target, AutoTokenizer.from_pretrained(output / "target"), drafter_recipe, corpus)
-        written.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(texts, written)
-    if not (output / "medusa").exists():
-        reports["medusa"] = train_tiny_medusa(target, texts, output / "medusa", work_dir / "medusa", drafter_recipe)
-    if not (output / "draft_model").exists():
-        reports["draft_model"] = train_tiny_draft_model(
-            target, texts, output / "draft_model", work_dir / "draft_model", drafter_recipe
+        wanted.remove("target")
+    if not wanted:
+        return reports
+    if not (output / "target").exists():
+        raise FileNotFoundError(f"output: expected the target in {output / 'target'}, got none; train it first")
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = LlamaForCausalLM.from_pretrained(output / "target", dtype=torch.float32).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(output / "target")
+    amount = TinyTexts() if texts_recipe is None else texts_recipe
+    texts = write_texts(model, tokenizer, corpus.train, amount, amount.num_texts, work_dir / "texts.pt")
+    held_out = write_texts(model, tokenizer, corpus.held_out, amount, amount.num_held_out, work_dir / "held_out.pt")
+    for name in wanted:
+        reports[name] = train_tiny_drafter(
+            drafters[name], model, texts, held_out, output / name, work_dir / name, prompt_tokens=amount.prompt_tokens
         )
     return reports

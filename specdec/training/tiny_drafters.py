@@ -1,192 +1,191 @@
 """The drafters of the tiny target, trained on text that the target itself wrote (self-distillation).
 
 A drafter has to guess the target, not the data, so the target continues pieces of its training files at several
-temperatures, and the drafters learn from the result.
+temperatures, and the drafters learn from the result. They go through the same `train_drafter` as any other; learning
+rates and lengths fit a small network and a few minutes, everything else is the papers' recipe.
 """
 
-import json
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 from rich.progress import track
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from specdec.checkpoints import save_medusa
-from specdec.files import replace_folder
-from specdec.models.medusa import MedusaConfig, MedusaHeads
-from specdec.training.corpus import Corpus, TokenWindows
-from specdec.training.recipes import run_training
+from specdec.models.target import Target
+from specdec.training.corpus import TokenWindows
+from specdec.training.data import Sample, Texts
+from specdec.training.distill import continue_prompts
+from specdec.training.recipes import Run
+from specdec.training.train import TauProbe, train_drafter
 from specdec.trees import TreeShape
 
-__all__ = ["DrafterRecipe", "train_tiny_draft_model", "train_tiny_medusa", "write_with_target"]
+__all__ = ["TINY_DRAFTERS", "TinyDrafter", "TinyTexts", "train_tiny_drafter", "write_texts"]
 
 # What the demo uses on a CPU, where every node costs: a wide first level and the likely nodes below it.
-_MEDUSA_TREE = [[0], [1], [2], [3], [4], [5], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+_SHALLOW = ((0,), (1,), (2,), (3,), (4,), (5,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+_DEEP = (
+    (0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterRecipe:
-    """How much the target writes and how long the drafters learn."""
+class TinyTexts:
+    """How much the target writes.
 
-    num_texts: int = 2048
+    Attributes:
+        num_texts: texts to learn from.
+        num_held_out: texts to evaluate on, which continue files that the target has not seen.
+        prompt_tokens: real tokens at the beginning of each.
+        window: tokens of each.
+        temperatures: batches of texts take them in turn.
+        batch_size: texts written at a time.
+    """
+
+    num_texts: int = 3072
+    num_held_out: int = 32
     prompt_tokens: int = 48
     window: int = 256
-    temperatures: tuple[float, ...] = (0.2, 0.5, 0.8)
-    medusa_heads: int = 4
-    medusa_steps: int = 1200
-    draft_hidden_size: int = 128
-    draft_layers: int = 2
-    draft_steps: int = 1500
-    batch_size: int = 8
+    temperatures: tuple[float, ...] = (0.0, 0.3, 0.6)
+    batch_size: int = 128
     seed: int = 0
 
 
-class _Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, windows: torch.Tensor) -> None:
-        self.windows = windows
+@dataclass(frozen=True, slots=True)
+class TinyDrafter:
+    """How one drafter of the tiny target is made.
 
-    def __len__(self) -> int:
-        return self.windows.shape[0]
+    Attributes:
+        paths: rank paths of the tree that it is measured and saved with; None for its kind's own.
+    """
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.windows[index], "labels": self.windows[index]}
+    kind: str
+    steps: int
+    learning_rate: float
+    paths: tuple[tuple[int, ...], ...] | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int = 8
 
 
-def write_with_target(
+TINY_DRAFTERS: dict[str, TinyDrafter] = {
+    "draft_model": TinyDrafter(
+        "draft_model", 1500, 3e-3, None,
+        {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5},
+    ),
+    "medusa": TinyDrafter("medusa", 900, 2e-3, _SHALLOW, {"num_heads": 4}),
+    "hydra": TinyDrafter("hydra", 600, 1e-3, _SHALLOW, {"num_heads": 3}),
+    "hydra++": TinyDrafter("hydra++", 450, 1e-3, _SHALLOW, {"num_heads": 3, "shared_tail": True}),
+    "eagle": TinyDrafter("eagle", 900, 1e-3, _DEEP),
+    "eagle3": TinyDrafter(
+        "eagle3", 350, 1e-3, _DEEP, {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
+    ),
+    "amphista": TinyDrafter("amphista", 800, 1e-3, _SHALLOW, {"num_heads": 4, "head_rank": 64}),
+    "parallelspec": TinyDrafter("parallelspec", 500, 1e-3, _DEEP, {"variant": "eagle"}, batch_size=4),
+    "parallelspec_medusa": TinyDrafter("parallelspec", 500, 1e-3, _DEEP, {"variant": "medusa"}, batch_size=4),
+    "falcon": TinyDrafter("falcon", 600, 1e-3, _DEEP, {"block_size": 2}),
+}  # fmt: skip
+"""The bundled drafters, by the name of their folder."""
+
+
+def write_texts(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    recipe: DrafterRecipe,
-    corpus: Corpus,
-    *,
-    batch_size: int = 128,
+    documents: list[str],
+    recipe: TinyTexts,
+    num_texts: int,
+    file: Path,
 ) -> torch.Tensor:
-    """Let the target continue the beginnings of random windows of its training text.
+    """Let the target continue the beginnings of random windows of `documents`.
 
     Args:
         model: the target.
         tokenizer: its tokenizer.
-        recipe: how much to write.
-        corpus: where the beginnings come from.
-        batch_size: texts written at a time.
+        documents: where the beginnings come from.
+        recipe: lengths and temperatures.
+        num_texts: how many to write; fewer if the documents have fewer windows.
+        file: keeps what was written; if it exists, it is read and nothing is written.
 
     Returns:
         [num_texts, window] int64: `prompt_tokens` of real text, the rest the target's own.
     """
-    torch.manual_seed(recipe.seed)
-    windows = TokenWindows(corpus.train, tokenizer, recipe.window).windows
-    chosen = windows[torch.randperm(len(windows))[: recipe.num_texts], : recipe.prompt_tokens]
+    if file.exists():
+        return torch.load(file, weights_only=True)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    windows = TokenWindows(documents, tokenizer, recipe.window).windows
+    chosen = windows[torch.randperm(len(windows), generator=generator)[:num_texts], : recipe.prompt_tokens]
+    target, new = Target(model), recipe.window - recipe.prompt_tokens
     texts = []
-    for index, prompts in enumerate(track(chosen.split(batch_size), description="the target writes")):
-        texts.append(
-            model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=True,
-                temperature=recipe.temperatures[index % len(recipe.temperatures)],
-                top_k=0,
-                min_new_tokens=recipe.window - recipe.prompt_tokens,
-                max_new_tokens=recipe.window - recipe.prompt_tokens,
-            )
+    for index, prompts in enumerate(track(chosen.split(recipe.batch_size), description="the target writes")):
+        continuations = continue_prompts(
+            target,
+            list(prompts),
+            new,
+            temperature=recipe.temperatures[index % len(recipe.temperatures)],
+            seeds=[recipe.seed + index * recipe.batch_size + row for row in range(len(prompts))],
+            min_new_tokens=new,
         )
-    return torch.cat(texts)[torch.randperm(sum(map(len, texts)))]
+        texts.append(torch.cat((prompts, torch.tensor(continuations)), 1))
+    written = torch.cat(texts)[torch.randperm(len(chosen), generator=generator)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    torch.save(written, partial)
+    os.replace(partial, file)
+    return written
 
 
-class _MedusaTraining(nn.Module):
-    """Frozen target and heads; `forward` gives the loss of Medusa-1: cross-entropy summed over the heads.
-
-    The labels are not those passed but the target's own most probable tokens, which is what greedy decoding asks the
-    heads for: with so small a target, sampled text holds too much chance to learn from.
-    """
-
-    def __init__(self, target: LlamaForCausalLM, heads: MedusaHeads) -> None:
-        super().__init__()
-        self._frozen = (target,)  # in a tuple it is no submodule: checkpoints hold the heads alone
-        self.heads = heads
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # noqa: ARG002
-        with torch.no_grad():
-            target = self._frozen[0].to(input_ids.device)
-            hidden = target.model(input_ids).last_hidden_state
-            tokens = target.lm_head(hidden).argmax(-1)  # at position t the token after t
-        count = self.heads.config.num_heads
-        usable = input_ids.shape[1] - count
-        logits = self.heads(hidden[:, :usable].flatten(0, 1).float())  # [B * T, K, V]
-        wanted = torch.stack([tokens[:, head + 1 : head + 1 + usable] for head in range(count)], -1)
-        return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())}
-
-
-def train_tiny_medusa(
-    target: LlamaForCausalLM, texts: torch.Tensor, output: Path, work_dir: Path, recipe: DrafterRecipe
+def train_tiny_drafter(
+    recipe: TinyDrafter,
+    model: LlamaForCausalLM,
+    texts: torch.Tensor,
+    held_out: torch.Tensor,
+    output: Path,
+    work_dir: Path,
+    *,
+    prompt_tokens: int,
+    seed: int = 0,
 ) -> dict[str, float]:
-    """Train Medusa heads and save them, with the demo's tree, to `output`.
+    """Train one drafter and save it, in half precision and with its tree, to `output`.
+
+    The labels are the target's own most probable tokens, which is what greedy decoding asks a drafter for: with so
+    small a target, sampled text holds too much chance to learn from.
+
+    Args:
+        recipe: what to train.
+        model: the target.
+        texts: [N, T] int64 texts that it wrote.
+        held_out: [M, T] int64, the same, of other documents.
+        output: receives the drafter; replaced only once training is done.
+        work_dir: checkpoints; if it holds some, training goes on from them.
+        prompt_tokens: real tokens at the beginning of each text.
+        seed: of the order of the texts and of all noise.
 
     Returns:
-        `held_out_loss`, mean over the heads, in nats.
+        The report of `train_drafter`.
     """
-    heads = MedusaHeads(MedusaConfig(target.config.hidden_size, target.config.vocab_size, recipe.medusa_heads))
-    heads.start_from(target.get_output_embeddings().weight)
-    torch.manual_seed(recipe.seed)
-    metrics = run_training(
-        _MedusaTraining(target, heads),
-        work_dir,
-        train=_Windows(texts[recipe.batch_size * 4 :]),
-        held_out=_Windows(texts[: recipe.batch_size * 4]),
-        batch_size=recipe.batch_size,
-        num_steps=recipe.medusa_steps,
-        learning_rate=2e-3,
-        warmup_steps=recipe.medusa_steps // 20,
-        weight_decay=0.0,
-        seed=recipe.seed,
-    )
-    save_medusa(heads.half(), output, tree=TreeShape.from_paths(_MEDUSA_TREE))
-    return {"held_out_loss": metrics["eval_loss"]}
-
-
-def train_tiny_draft_model(
-    target: LlamaForCausalLM, texts: torch.Tensor, output: Path, work_dir: Path, recipe: DrafterRecipe
-) -> dict[str, float]:
-    """Train a smaller LLaMA on the target's text and save it to `output`.
-
-    Returns:
-        `held_out_loss` in nats per token, `num_parameters`.
-    """
-    torch.manual_seed(recipe.seed)
-    config = LlamaConfig(
-        vocab_size=target.config.vocab_size,
-        hidden_size=recipe.draft_hidden_size,
-        intermediate_size=recipe.draft_hidden_size * 11 // 4,
-        num_hidden_layers=recipe.draft_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=target.config.max_position_embeddings,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=target.config.bos_token_id,
-        eos_token_id=target.config.eos_token_id,
-        pad_token_id=target.config.pad_token_id,
-    )
-    model = LlamaForCausalLM(config)
-    metrics = run_training(
+    all_of_it = torch.ones(texts.shape[1], dtype=torch.bool)
+    own_part = torch.arange(held_out.shape[1]) >= prompt_tokens
+    return train_drafter(
+        recipe.kind,
         model,
-        work_dir,
-        train=_Windows(texts[recipe.batch_size * 4 :]),
-        held_out=_Windows(texts[: recipe.batch_size * 4]),
-        batch_size=recipe.batch_size,
-        num_steps=recipe.draft_steps,
-        learning_rate=3e-3,
-        warmup_steps=recipe.draft_steps // 20,
-        seed=recipe.seed,
+        Texts([Sample(text, all_of_it) for text in texts], [Sample(text, own_part) for text in held_out]),
+        output,
+        settings=recipe.settings,
+        run=Run(
+            steps=recipe.steps,
+            batch_size=recipe.batch_size,
+            learning_rate=recipe.learning_rate,
+            eval_every=max(1, recipe.steps // 4),
+            log_every=max(1, recipe.steps // 50),
+            seed=seed,
+            mixed_precision=True,
+        ),
+        labels="target",
+        tree=None if recipe.paths is None else TreeShape.from_paths(recipe.paths),
+        probe=TauProbe(num_prompts=16, prompt_tokens=prompt_tokens, new_tokens=64),
+        work_dir=work_dir,
+        resume=True,
+        dtype=torch.float16,
     )
-    report = {
-        "held_out_loss": metrics["eval_loss"],
-        "num_parameters": float(sum(p.numel() for p in model.parameters())),
-    }
-    model.config.use_cache = True  # the trainer turns it off
-    with replace_folder(output) as folder:
-        model.half().save_pretrained(folder)
-        record = {"recipe": asdict(recipe), "report": report}
-        folder.joinpath("training.json").write_text(json.dumps(record, indent=2) + "\n")
-    return report

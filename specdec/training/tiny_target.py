@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.utils.data import default_collate
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.files import replace_folder
 from specdec.training.corpus import Corpus, TokenWindows, train_tokenizer
-from specdec.training.recipes import run_training
+from specdec.training.objectives.base import Recipe
+from specdec.training.recipes import Run, forget_checkpoints, run_training
 
 __all__ = ["TinyTargetRecipe", "train_tiny_target"]
 
@@ -78,16 +80,22 @@ def train_tiny_target(output: Path, work_dir: Path, recipe: TinyTargetRecipe, co
 
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(recipe.config(tokenizer.eos_token_id))
-    metrics = run_training(
-        model,
+    metrics, _ = run_training(
+        model.to("cuda" if torch.cuda.is_available() else "cpu"),
         work_dir,
+        recipe=Recipe(
+            learning_rate=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            final_lr_ratio=0.05,
+            warmup_ratio=recipe.warmup_steps / recipe.num_steps,
+            batch_size=recipe.batch_size,
+        ),
+        run=Run(steps=recipe.num_steps, eval_every=min(250, recipe.num_steps), log_every=50, seed=recipe.seed),
         train=train,
         held_out=held_out,
-        batch_size=recipe.batch_size,
-        num_steps=recipe.num_steps,
-        learning_rate=recipe.learning_rate,
-        warmup_steps=recipe.warmup_steps,
-        seed=recipe.seed,
+        collate=default_collate,
+        mixed_precision=True,
     )
     loss = metrics["eval_loss"]
     report = {
@@ -102,4 +110,5 @@ def train_tiny_target(output: Path, work_dir: Path, recipe: TinyTargetRecipe, co
         tokenizer.save_pretrained(folder)
         record = {"recipe": asdict(recipe), "report": report}
         folder.joinpath("training.json").write_text(json.dumps(record, indent=2) + "\n")
+    forget_checkpoints(work_dir)
     return report

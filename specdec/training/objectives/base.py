@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from specdec.drafters.network import NetworkDrafter
+from specdec.dynamic_tree import DynamicTree
 from specdec.models.draft_network import DraftNetwork
 from specdec.models.target import Target
 from specdec.trees import TreeShape
@@ -73,10 +74,13 @@ class Objective(nn.Module, ABC):
     Args:
         network: what is trained.
         target: the frozen target; shares its embedding and LM head.
+
+    Attributes:
+        recipe: how the paper trains; a kind with several variants sets that of its network on the instance.
     """
 
     drafter_class: ClassVar[type[NetworkDrafter]]
-    recipe: ClassVar[Recipe]
+    recipe: Recipe
 
     def __init__(self, network: DraftNetwork, target: Target) -> None:
         super().__init__()
@@ -116,7 +120,7 @@ class Objective(nn.Module, ABC):
         weight, bias = self._shared[1].weight.detach(), self._shared[1].bias
         return nn.functional.linear(hidden.to(weight.dtype), weight, None if bias is None else bias.detach())
 
-    def drafter(self, shape: TreeShape | None = None) -> NetworkDrafter:
+    def drafter(self, shape: TreeShape | DynamicTree | None = None) -> NetworkDrafter:
         """A drafter around the network as it is now."""
         return self.drafter_class(
             self.network, self.drafter_class.default_tree(self.network.config) if shape is None else shape

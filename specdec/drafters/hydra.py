@@ -1,0 +1,124 @@
+"""Hydra and Hydra++: heads that see what the heads before them guessed, so that drafting runs depth by depth.
+
+Paper: Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (arXiv:2402.05109).
+Proposes: a static tree; head d + 1 runs once for all nodes of depth d that have children, and every such node takes its
+children from the head's top-k list for its own path.
+Needs from the target: the state that enters the LM head, at the last accepted node (Hydra), or of all text, for the
+prefix attention layer and its own cache (Hydra++); the input embedding.
+Cost of one draft: one pass through each head in turn; one through the prefix layer over the last step's states.
+Deviations: none in what is computed; what the authors' files do differently is in docs/drafters/hydra.md.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from specdec.candidates import Candidates, Choose
+from specdec.draft_tree import DraftTree, TreeTemplate
+from specdec.drafters.base import Prompt
+from specdec.drafters.network import NetworkDrafter
+from specdec.kernels.verdict import Verdict
+from specdec.models.cache import KVCache
+from specdec.models.feature_prefix import FeaturePrefix
+from specdec.models.hydra import HydraConfig, HydraNetwork
+from specdec.models.target import PrefillOutput, Target, TargetOutput
+from specdec.tree_levels import plan_levels
+from specdec.trees import TreeShape
+
+__all__ = ["Hydra"]
+
+
+class Hydra(NetworkDrafter):
+    """Static-tree drafting with Hydra heads; with prefix attention its `kind` is `"hydra++"`.
+
+    Args:
+        network: the trained heads.
+        shape: the tree to propose; at most as deep as there are heads.
+
+    Raises:
+        ValueError: the tree proposes nothing, is deeper than there are heads, or takes ranks beyond the vocabulary.
+    """
+
+    kind: ClassVar[str] = "hydra"
+    network_class = HydraNetwork
+    sampling_rule = "rejection"
+    shares_candidates: ClassVar[bool] = False
+    network: HydraNetwork
+    shape: TreeShape
+
+    def __init__(self, network: HydraNetwork, shape: TreeShape) -> None:
+        super().__init__(network, shape)
+        config = network.config
+        if not 1 <= shape.max_depth <= config.num_heads:
+            raise ValueError(
+                f"tree: expected a depth of 1 to {config.num_heads}, one level per head, got {shape.max_depth}"
+            )
+        if shape.max_rank >= config.vocab_size:
+            raise ValueError(f"tree: expected ranks below {config.vocab_size}, got {shape.max_rank}")
+        if config.prefix_attention:
+            self.kind = "hydra++"  # type: ignore[misc]  # one class has two names
+
+    @classmethod
+    def default_tree(cls, config: HydraConfig) -> TreeShape:
+        """The authors' tree of 63 nodes, as deep as there are heads."""
+        paths = TreeShape.preset("hydra/mc_sim_7b_63").rank_paths[1:]
+        return TreeShape.from_paths([path for path in paths if len(path) <= config.num_heads])
+
+    def bind(self, target: Target) -> None:
+        """Check the sizes and move the network to the target's device and dtype."""
+        super().bind(target)
+        self._target = target
+        self._template = TreeTemplate(self.shape, target.device, rows="parent", backend=target.backend)
+        self._num_ranks = self.shape.max_rank + 1
+        self._levels = plan_levels(self.shape, target.device)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Begin from the state of the last prompt token; prefix attention reads all of them."""
+        self._rows = torch.arange(prompt.lengths.shape[0], device=prompt.lengths.device)
+        self._hidden = output.last_hidden(prompt.lengths)
+        layer = self.network.config.prefix
+        if layer is None:
+            return
+        max_new = self.shape.max_depth + 1
+        cache = KVCache(
+            num_layers=1,
+            batch_size=prompt.tokens.shape[0],
+            capacity=prompt.max_length + max_new,
+            num_kv_heads=layer.num_key_value_heads,
+            head_dim=layer.head_dim,
+            dtype=self._target.dtype,
+            device=self._target.device,
+            backend=self._target.backend,
+        )
+        self._prefix = FeaturePrefix(cache, max_new=max_new)
+        pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
+        if pairs is not None:
+            self.network.encode(pairs.features, pairs.positions, pairs.attend)
+
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+        """Candidates of every node that has children, a depth at a time."""
+        parts = [self._state(root)[:, None], self.embed(root.long())[:, None]]
+        lists = [choose(self.network(0, parts), self._num_ranks)]
+        for head, level in enumerate(self._levels, start=1):
+            tokens = lists[-1].tokens.flatten(1)[:, level.candidate]
+            parts = [*(part[:, level.parent] for part in parts), self.embed(tokens)]
+            lists.append(choose(self.network(head, parts), self._num_ranks))
+        return self._template.expand(Candidates.cat(lists), root, lengths)
+
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:
+        """Keep the state at the last accepted node; prefix attention is owed those of the whole accepted path."""
+        if self.network.config.prefix_attention:
+            self._prefix.commit(verdict, output.hidden)
+            return
+        last = verdict.num_accepted.clamp(min=0).long()
+        node = verdict.path.gather(1, last[:, None])[:, 0].clamp(min=0).long()
+        self._hidden = output.hidden[self._rows, node]
+
+    def _state(self, root: torch.Tensor) -> torch.Tensor:
+        """What all heads read of the committed text: [B, C]."""
+        if not self.network.config.prefix_attention:
+            return self._hidden
+        pairs = self._prefix.read(root)
+        states = self.network.encode(pairs.features, pairs.positions, pairs.attend)
+        self._prefix.advance()
+        return pairs.last(states)

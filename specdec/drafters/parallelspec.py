@@ -1,0 +1,137 @@
+"""ParallelSpec: one small layer guesses the next K + 1 tokens in a single pass, with K [MASK] tokens as prompts.
+
+Paper: Xiao et al. 2024, "ParallelSpec: Parallel Drafter for Efficient Speculative Decoding" (arXiv:2410.05589).
+Proposes: a static tree; all nodes of a depth take their tokens from one list, that of the root's state or of a mask's.
+Needs from the target: its embedding and LM head; the eagle variant also the state after every committed token.
+Cost of one draft: one pass of one layer over the newly committed tokens and the masks, and d rows of the LM head for a
+tree of depth d; nothing sequential.
+Deviations: Algorithm 1 as printed does not keep the target's distribution where siblings are drawn without replacement,
+so another acceptance rule stands in its place. No code was published and the paper leaves much open: what was chosen is
+in docs/drafters/parallelspec.md.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from specdec.candidates import Choose
+from specdec.draft_tree import DraftTree, TreeTemplate
+from specdec.drafters.base import Prompt
+from specdec.drafters.network import NetworkDrafter
+from specdec.kernels.verdict import Verdict
+from specdec.models.cache import KVCache
+from specdec.models.draft_layer import CachedAttention
+from specdec.models.feature_prefix import FeaturePrefix
+from specdec.models.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
+from specdec.models.target import PrefillOutput, Target, TargetOutput
+from specdec.trees import TreeShape
+
+__all__ = ["ParallelSpec"]
+
+
+class ParallelSpec(NetworkDrafter):
+    """Static-tree drafting with a parallel drafter, of either variant.
+
+    Args:
+        network: the trained network.
+        shape: the tree to propose; at most K + 1 deep.
+
+    Raises:
+        ValueError: the tree is empty or deeper than K + 1.
+    """
+
+    kind: ClassVar[str] = "parallelspec"
+    shape: TreeShape
+    network_class = ParallelSpecNetwork
+    network: ParallelSpecNetwork
+    sampling_rule: str = "rejection"  # the rule of the paper, made exact
+
+    def __init__(self, network: ParallelSpecNetwork, shape: TreeShape) -> None:
+        most = network.config.num_masks + 1
+        if not 1 <= shape.max_depth <= most:
+            raise ValueError(f"tree: expected a depth of 1 to {most}, the masks and one, got {shape.max_depth}")
+        super().__init__(network, shape)
+        # a mask sees those before it and never those after, so that masks beyond the tree change nothing
+        self._num_masks = shape.max_depth - 1
+
+    @classmethod
+    def default_tree(cls, config: ParallelSpecConfig) -> TreeShape:
+        """The tree of the framework that the variant replaces the drafter of, cut off at depth K + 1."""
+        paths = TreeShape.preset(f"{config.variant}/mc_sim_7b_63").rank_paths[1:]
+        return TreeShape.from_paths([path for path in paths if len(path) <= config.num_masks + 1])
+
+    def bind(self, target: Target) -> None:
+        """Check the sizes and move the network to the target's device and dtype."""
+        super().bind(target)
+        self._target = target
+        self._template = TreeTemplate(self.shape, target.device, rows="depth", backend=target.backend)
+        self._num_ranks = self.shape.max_rank + 1
+        # a step adds the root and at most max_depth accepted tokens
+        depth, ancestors = _pass_tables(max_new=self.shape.max_depth + 1, num_masks=self._num_masks)
+        self._depth, self._ancestors = depth.to(target.device), ancestors.to(target.device)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Read the prompt."""
+        layer, max_new = self.network.config.layer, self.shape.max_depth + 1
+        cache = KVCache(
+            num_layers=1,
+            batch_size=prompt.lengths.shape[0],
+            capacity=prompt.max_length + max_new + self._num_masks,
+            num_kv_heads=layer.num_key_value_heads,
+            head_dim=layer.head_dim,
+            dtype=self._target.dtype,
+            device=self._target.device,
+            backend=self._target.backend,
+        )
+        self._prefix = FeaturePrefix(cache, max_new=max_new)
+        if self.network.config.variant == "eagle":
+            pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
+        else:
+            # pairs without a feature; one token in front gives the first token of the text a pair, and position 0
+            tokens = torch.nn.functional.pad(prompt.tokens, (1, 0))
+            nothing = output.hidden.new_empty(*tokens.shape, 0)
+            pairs = self._prefix.start(tokens, prompt.lengths + 1, nothing)
+        if pairs is not None:
+            self.network(self.network.read(self.embed(pairs.tokens), pairs.features), pairs.positions, pairs.attend)
+
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+        """One pass over the tokens that are new and the masks behind each row's last one."""
+        network, pairs = self.network, self._prefix.read(root)
+        visible = self._prefix.visible(self._depth[pairs.counts], self._ancestors[pairs.counts])
+        inputs = torch.cat(
+            (
+                network.read(self.embed(pairs.tokens), pairs.features),
+                network.read_masks(pairs.last(pairs.features), self._num_masks),
+            ),
+            1,
+        )
+        states = network(inputs, visible.positions, CachedAttention(self._prefix.cache, visible))
+        self._prefix.advance()
+        width = pairs.tokens.shape[1]
+        states = torch.cat((pairs.last(states[:, :width])[:, None], states[:, width:]), 1)
+        return self._template.expand(choose(self.lm_head(states), self._num_ranks), root, lengths)
+
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:
+        """Keep the accepted tokens, and their states, to be read with the next draft."""
+        hidden = output.hidden
+        self._prefix.commit(verdict, hidden if self.network.config.variant == "eagle" else hidden[:, :, :0])
+
+
+def _pass_tables(max_new: int, num_masks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths and ancestors in a pass of `max_new` places for real tokens and then the masks, by the count of real ones.
+
+    Returns:
+        [max_new + 1, N] int32 depth, counted from the first real token, and [max_new + 1, N, W] int32 ancestor words.
+        A row that has finished has no real token; its masks go where those of one token would.
+    """
+    num_nodes = max_new + num_masks
+    depth = np.empty((max_new + 1, num_nodes), dtype=np.int32)
+    seen = np.zeros((max_new + 1, num_nodes, -(-num_nodes // 32) * 32), dtype=np.bool_)
+    seen[:, :, :num_nodes] = np.tri(num_nodes, dtype=np.bool_)
+    for count in range(max_new + 1):
+        depth[count] = np.arange(num_nodes)
+        depth[count, max_new:] += max(count, 1) - max_new
+        seen[count, max_new:, count:max_new] = False  # places that the row leaves empty
+    words = np.packbits(seen, axis=-1, bitorder="little").view("<i4").astype(np.int32)
+    return torch.from_numpy(depth), torch.from_numpy(words)

@@ -1,0 +1,131 @@
+"""What a draft model learns: to write as the target does.
+
+Equation:   loss = mean over t of  a CE(q_t, label_{t+1}) + b CE(q_t, p_t)
+            q and p: laws of the next token by the draft model and by the target
+Source:     a = 1, b = 0 is a language model's training on (self-distilled) text; b is the distillation of DistillSpec
+            (arXiv:2310.08461), with the forward divergence on given text
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from specdec.drafters.draft_model import DraftModel
+from specdec.models.target import Target
+from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+from specdec.trees import TreeShape
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["DraftModelObjective"]
+
+_SWITCHES = ("lm_weight", "teacher_weight")
+
+
+class DraftModelObjective(Objective):
+    """Loss of a draft model.
+
+    Args:
+        network: the draft model.
+        target: the frozen target.
+        lm_weight: a, of the cross-entropy with the labels.
+        teacher_weight: b, of the cross-entropy with the target's distribution.
+
+    Raises:
+        ValueError: a negative weight, or both zero.
+    """
+
+    # a small LLaMA's usual settings; neither SpS nor MCSD train their draft models
+    recipe: Recipe = Recipe(
+        learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, final_lr_ratio=0.05, warmup_ratio=0.05
+    )
+    network: PreTrainedModel  # no DraftNetwork: saved as transformers does
+
+    def __init__(
+        self, network: PreTrainedModel, target: Target, *, lm_weight: float = 1.0, teacher_weight: float = 0.0
+    ) -> None:
+        super().__init__(network, target)
+        for name, value in zip(_SWITCHES, (lm_weight, teacher_weight), strict=True):
+            if not value >= 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        if lm_weight == teacher_weight == 0:
+            raise ValueError("lm_weight, teacher_weight: expected one above 0, got 0 and 0")
+        self.lm_weight = lm_weight
+        self.teacher_weight = teacher_weight
+
+    @classmethod
+    def new(
+        cls,
+        target: Target,
+        *,
+        lm_weight: float = 1.0,
+        teacher_weight: float = 0.0,
+        model: str | None = None,
+        **settings: Any,
+    ) -> "Self":
+        """A new small LLaMA of the target's vocabulary, or a trained model to go on with.
+
+        Args:
+            target: the frozen target.
+            lm_weight: as for the class.
+            teacher_weight: as for the class.
+            model: folder or hub id of a causal LM to start from.
+            settings: without `model`, fields of `LlamaConfig`; by default a quarter of the target's width and two
+                layers.
+
+        Raises:
+            TypeError: a setting that `LlamaConfig` does not have, or any beside `model`.
+        """
+        if model is not None:
+            if settings:
+                raise TypeError(f"{next(iter(settings))}: expected no sizes beside model, which has its own")
+            network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        else:
+            network = LlamaForCausalLM(_config(target, settings))
+        return cls(network.to(target.device), target, lm_weight=lm_weight, teacher_weight=teacher_weight)
+
+    def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        """The loss, and those of its parts `"lm"` and `"teacher"` that count."""
+        learnt = batch.loss_mask[:, 1:]
+        logits = self.network(input_ids=batch.tokens, use_cache=False).logits[:, :-1][learnt].float()
+        count = max(logits.shape[0], 1)  # a batch without a learnable token adds zero, not NaN
+        parts = {}
+        if self.lm_weight:
+            parts["lm"] = F.cross_entropy(logits, batch.labels[:, 1:][learnt], reduction="sum") / count
+        if self.teacher_weight:
+            law = batch.logits[:, :-1][learnt].float().softmax(-1)
+            parts["teacher"] = F.cross_entropy(logits, law, reduction="sum") / count
+        weights = {"lm": self.lm_weight, "teacher": self.teacher_weight}
+        loss = sum((weights[name] * part for name, part in parts.items()), start=logits.new_zeros(()))
+        return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}
+
+    def drafter(self, shape: Any = None) -> Any:
+        """A drafter around the model as it is now."""
+        return DraftModel(self.network, TreeShape.from_k_config((4, 2, 2)) if shape is None else shape)
+
+
+def _config(target: Target, settings: dict[str, Any]) -> LlamaConfig:
+    """Sizes of a new draft model."""
+    own = target.model.config.get_text_config(decoder=True)
+    unknown = settings.keys() - LlamaConfig().to_dict().keys()
+    if unknown:
+        raise TypeError(f"{min(unknown)}: LlamaConfig has no such field")
+    width = settings.get("hidden_size", max(64, target.hidden_size // 4))
+    heads = settings.get("num_attention_heads", max(1, width // 64))
+    sizes = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": width,
+        "intermediate_size": width * 11 // 4,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": target.max_positions,
+        "tie_word_embeddings": True,
+        "bos_token_id": own.bos_token_id,
+        "eos_token_id": own.eos_token_id,
+        "pad_token_id": own.pad_token_id,
+    }
+    return LlamaConfig(**{**sizes, **settings})

@@ -1,0 +1,235 @@
+"""Losses of EAGLE: regression of the target's states (EAGLE-1 and 2), and training-time test (EAGLE-3).
+
+Paper: EAGLE (arXiv:2401.15077) section 4.2: SmoothL1 of the states plus 0.1 times the cross-entropy between the laws
+that the target's LM head makes of them, under uniform noise on the input. EAGLE-3 (arXiv:2503.01840) section 3: the
+network is unrolled on its own states as when drafting, step i weighs 0.8^i, and nothing is regressed.
+Places: the network at pair (h_t, x_{t+1}) speaks about token t + 2, in step i of an unrolled text about token
+t + 2 + i; the loss counts where that token may be learnt. Step i of EAGLE-3 sees of each place what a chain of i draft
+tokens sees: the true pairs up to t, and all its own steps at t.
+Choices beyond the papers: docs/drafters/eagle.md.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+
+from specdec.drafters.eagle import Eagle
+from specdec.models.draft_layer import MaskedAttention
+from specdec.models.eagle import EagleConfig, EagleNetwork
+from specdec.models.target import Target
+from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["EagleObjective", "most_frequent_tokens"]
+
+# rates, betas and clipping as in the papers and the authors' scripts; warm-up 2000 and 12000 of 800000 steps
+_RECIPES = {
+    1: Recipe(
+        learning_rate=3e-5,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
+        schedule="linear",
+        warmup_ratio=0.0025,
+        epochs=20,
+        batch_size=16,
+        clip_value=0.5,
+    ),
+    3: Recipe(
+        learning_rate=5e-5,
+        betas=(0.9, 0.95),
+        schedule="linear",
+        warmup_ratio=0.015,
+        epochs=40,
+        batch_size=16,
+        clip_norm=0.5,
+    ),
+}
+
+
+class EagleObjective(Objective):
+    """Loss of either version.
+
+    Args:
+        network: what is trained.
+        target: the frozen target.
+        noise: version 1: states are read with noise from U(-noise, noise).
+        classification_weight: version 1: weight of the cross-entropy beside the regression's 1.
+        num_unrolled: version 3: steps of the training-time test; 1 trains on true states alone.
+        decay: version 3: step i weighs decay ** i.
+
+    Raises:
+        ValueError: a negative noise or weight, no step at all, or a decay outside (0, 1].
+    """
+
+    drafter_class = Eagle
+    recipe = _RECIPES[1]
+    network: EagleNetwork
+
+    def __init__(
+        self,
+        network: EagleNetwork,
+        target: Target,
+        *,
+        noise: float = 0.1,
+        classification_weight: float = 0.1,
+        num_unrolled: int = 7,
+        decay: float = 0.8,
+    ) -> None:
+        super().__init__(network, target)
+        for name, value in (("noise", noise), ("classification_weight", classification_weight)):
+            if value < 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        if num_unrolled < 1:
+            raise ValueError(f"num_unrolled: expected at least 1, got {num_unrolled}")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay: expected more than 0 and at most 1, got {decay}")
+        self.recipe = _RECIPES[network.config.version]
+        self.noise = noise
+        self.classification_weight = classification_weight
+        self.num_unrolled = num_unrolled
+        self.decay = decay
+
+    @classmethod
+    def new(
+        cls,
+        target: Target,
+        *,
+        noise: float = 0.1,
+        classification_weight: float = 0.1,
+        num_unrolled: int = 7,
+        decay: float = 0.8,
+        draft_tokens: Sequence[int] | torch.Tensor | None = None,
+        start_from_target: bool = True,
+        **settings: Any,
+    ) -> "Self":
+        """A network whose layer is sized like the target's.
+
+        Args:
+            target: the frozen target.
+            noise: as for the class.
+            classification_weight: as for the class.
+            num_unrolled: as for the class.
+            decay: as for the class.
+            draft_tokens: version 3: the target's ids of the tokens that it may propose, in any order; needed when
+                `draft_vocab_size` is less than the target's vocabulary. `most_frequent_tokens` makes them.
+            start_from_target: version 3: begin with the target's LM head.
+            settings: as `EagleConfig.for_target` takes them: `version`, `tap_layers`, `draft_vocab_size`, ...
+
+        Raises:
+            TypeError: a setting that this kind does not have.
+            ValueError: a value out of range, tap layers needed and not given, or draft tokens that do not fit.
+        """
+        if draft_tokens is not None:
+            settings.setdefault("draft_vocab_size", len(draft_tokens))
+        network = EagleNetwork(EagleConfig.for_target(target.model.config, **settings))
+        network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
+        if draft_tokens is not None:
+            network.set_draft_vocabulary(torch.as_tensor(draft_tokens))
+        elif network.has_own_vocabulary:
+            raise ValueError(
+                f"draft_tokens: expected the ids of {network.config.num_draft_tokens} tokens with a draft vocabulary, "
+                "got None; specdec.training.objectives.eagle.most_frequent_tokens makes them from token counts"
+            )
+        if network.config.version == 3 and start_from_target:
+            network.start_from(target.model.get_output_embeddings().weight)
+        return cls(
+            network.to(target.device),
+            target,
+            noise=noise,
+            classification_weight=classification_weight,
+            num_unrolled=num_unrolled,
+            decay=decay,
+        )
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Decoder layers whose outputs the loss needs: version 3's."""
+        return self.network.config.tap_layers or ()
+
+    def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        """The loss, and its parts: `"regression"` and `"classification"`, or `"depth_1"`, `"depth_2"`, ..."""
+        if batch.tokens.shape[1] < 3:  # no token to guess; zero, with a gradient that distributed training can reduce
+            return {"loss": 0.0 * self.network.fc.weight.sum()}
+        return self._regression_loss(batch) if self.network.config.version == 1 else self._unrolled_loss(batch)
+
+    def _regression_loss(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        network = self.network
+        features = batch.hidden[:, :-2].to(network.fc.weight.dtype)
+        if self.training and self.noise:
+            features = features + self.noise * (2 * torch.rand_like(features) - 1)
+        positions = torch.arange(features.shape[1], device=features.device)[None]
+        states = network(network.read(features), self.embed(batch.tokens[:, 1:-1]), positions, MaskedAttention())
+
+        learnt = batch.loss_mask[:, 2:]
+        count = learnt.sum().clamp(min=1)
+        guess, truth = states[learnt], batch.hidden[:, 1:-1][learnt]
+        error = F.smooth_l1_loss(guess.float(), truth.float(), reduction="sum") / truth.shape[1]
+        law = batch.logits[:, 1:-1][learnt].float().softmax(-1)
+        cross_entropy = F.cross_entropy(network.logits(guess, self.lm_head).float(), law, reduction="sum")
+        regression, classification = error / count, cross_entropy / count
+        loss = regression + self.classification_weight * classification
+        return {"loss": loss, "regression": regression, "classification": classification}
+
+    def _unrolled_loss(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        network, target_ids = self.network, self.network.target_ids
+        states = network.read(torch.cat([tap[:, :-2] for tap in batch.taps], -1).to(network.fc.weight.dtype))
+        num_tokens, attend = batch.tokens.shape[1], _UnrolledAttention()
+        loss, parts = states.new_zeros((), dtype=torch.float32), {}
+        for step in range(min(self.num_unrolled, num_tokens - 2)):
+            places = num_tokens - 2 - step  # behind them the text ends before the token that would be guessed
+            positions = torch.arange(step, step + places, device=states.device)[None]
+            following = slice(1 + step, 1 + step + places)
+            states = network(states[:, :places], self.embed(batch.tokens[:, following]), positions, attend)
+
+            logits = batch.logits[:, following]
+            learnt = batch.loss_mask[:, 2 + step :]
+            if network.has_own_vocabulary:
+                learnt = learnt & network.t2d[logits.argmax(-1)]
+            law = logits[learnt][:, target_ids].float().softmax(-1)
+            guess = network.logits(states[learnt], self.lm_head).float()
+            cross_entropy = F.cross_entropy(guess, law, reduction="sum") / learnt.sum().clamp(min=1)
+            parts[f"depth_{step + 1}"] = cross_entropy
+            loss = loss + self.decay**step * cross_entropy
+        return {"loss": loss, **parts}
+
+
+def most_frequent_tokens(counts: torch.Tensor, size: int) -> torch.Tensor:
+    """The draft vocabulary of EAGLE-3: the tokens that the training text holds most often.
+
+    Args:
+        counts: [V] how often each token of the target's vocabulary occurs where the loss counts.
+        size: how many to take; of equally frequent ones, those of the lowest ids.
+
+    Returns:
+        [size] int64 ids, ascending.
+    """
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+class _UnrolledAttention:
+    """Attention of a network that is run several times over the same places, each time fed with its own states.
+
+    A place of the first run sees the places before it; in a later run it sees what it saw in the first, and itself in
+    every run since. Each run may leave out places at the end.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """As `Attend`."""
+        self._keys.append(key)
+        self._values.append(value)
+        num_places = query.shape[1]
+
+        def visible(run: int, num_keys: int) -> torch.Tensor:
+            own = torch.ones(num_places, num_keys, dtype=torch.bool, device=query.device).tril()
+            return own if run == 0 else own.triu()
+
+        mask = torch.cat([visible(run, keys.shape[1]) for run, keys in enumerate(self._keys)], 1)
+        return MaskedAttention(mask[None])(layer, query, torch.cat(self._keys, 1), torch.cat(self._values, 1))

@@ -1,0 +1,200 @@
+"""Falcon's training: coupled sequential glancing distillation (CSGD), two passes over every batch.
+
+Equation:   pass 1, no gradient: guesses g_t of h_{t+k}; d: at how many places LM_head(g_t) and the target disagree
+            N = floor(lambda d), lambda = 0.4 (1 - progress): at N places in a row
+            (h_t, x_{t+1}) <- (h_{t+k}, y_{t+k+1})
+            pass 2: L = SmoothL1(h_{t+k}, g_t) + 0.1 (0.9 KL(p_{t+k+1} | q_{t+k+1}) + 0.1 CE(y_{t+k+1}, q_{t+k+1}))
+            p: the target's distribution, y its most probable token; q: softmax(LM_head(g_t))
+            h_t comes with noise of U(-0.1, 0.1), answers without
+Source:     Falcon (arXiv:2412.12639) section 3.2, equations 1 to 8, and section 4.3
+"""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+
+from specdec.drafters.falcon import Falcon
+from specdec.models.draft_layer import MaskedAttention
+from specdec.models.falcon import FalconConfig, FalconNetwork
+from specdec.models.target import Target
+from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+
+__all__ = ["FalconObjective", "glance_at", "relaxed_mask"]
+
+
+class FalconObjective(Objective):
+    """The three-part loss after a glance at the answers. In eval mode there is neither glance nor noise.
+
+    Args:
+        network: what is trained.
+        target: the frozen target.
+        glance_ratio: lambda at the beginning; it falls to 0 at the end. 0 leaves out glancing and its pass.
+        glance: `"run"`, the N places of a text are one run; `"blocks"`, they are the first k - 1 places of blocks
+            chosen at random, which is close to what the authors' code does.
+        noise: half the width of the uniform noise on the states.
+        distillation_weight: of KL divergence and cross-entropy together, beside the regression's 1.
+        soft_weight: of the KL divergence among these two.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    drafter_class: ClassVar[type[Falcon]] = Falcon
+    # learning rate and betas: section 4.3; the rest: EAGLE's, whose settings it follows
+    recipe = Recipe(
+        learning_rate=3e-5,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
+        schedule="linear",
+        warmup_ratio=0.0025,
+        epochs=20,
+        batch_size=4,
+        clip_value=0.5,
+    )
+    network: FalconNetwork
+
+    def __init__(
+        self,
+        network: FalconNetwork,
+        target: Target,
+        *,
+        glance_ratio: float = 0.4,
+        glance: Literal["run", "blocks"] = "run",
+        noise: float = 0.1,
+        distillation_weight: float = 0.1,
+        soft_weight: float = 0.9,
+    ) -> None:
+        super().__init__(network, target)
+        for name, value in (("glance_ratio", glance_ratio), ("soft_weight", soft_weight)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}: expected 0 to 1, got {value}")
+        for name, value in (("noise", noise), ("distillation_weight", distillation_weight)):
+            if not value >= 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        if glance not in ("run", "blocks"):
+            raise ValueError(f"glance: expected 'run' or 'blocks', got {glance!r}")
+        self.glance_ratio = glance_ratio
+        self.glance = glance
+        self.noise = noise
+        self.distillation_weight = distillation_weight
+        self.soft_weight = soft_weight
+
+    @classmethod
+    def new(
+        cls,
+        target: Target,
+        *,
+        glance_ratio: float = 0.4,
+        glance: Literal["run", "blocks"] = "run",
+        noise: float = 0.1,
+        distillation_weight: float = 0.1,
+        soft_weight: float = 0.9,
+        **settings: Any,
+    ) -> "FalconObjective":
+        """A network at its initial values.
+
+        Args:
+            target: the frozen target.
+            glance_ratio: as in the class.
+            glance: as in the class.
+            noise: as in the class.
+            distillation_weight: as in the class.
+            soft_weight: as in the class.
+            settings: fields of `FalconConfig`.
+        """
+        network = FalconNetwork(FalconConfig.for_target(target.model.config, **settings)).to(target.device)
+        return cls(
+            network,
+            target,
+            glance_ratio=glance_ratio,
+            glance=glance,
+            noise=noise,
+            distillation_weight=distillation_weight,
+            soft_weight=soft_weight,
+        )
+
+    def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        """The loss; its parts; the share of places where the first choice is the target's, and that was glanced at."""
+        ahead = self.network.config.block_size
+        places = batch.loss_mask[:, ahead + 1 :]  # [B, P]: pair t is about token t + k + 1
+        goal_logits = batch.logits[:, ahead:-1][places].float()
+        said = torch.zeros_like(batch.tokens[:, ahead + 1 :])
+        said[places] = goal_logits.argmax(-1)
+        answers = batch.hidden[:, ahead:-1]
+
+        features, tokens = batch.hidden[:, :-1], batch.tokens[:, 1:]
+        if self.training and self.noise:
+            features = features + torch.empty_like(features).uniform_(-self.noise, self.noise)
+        glanced = torch.zeros_like(places)
+        if self.training and self.glance_ratio:
+            with torch.no_grad():
+                wrong = torch.zeros_like(places)
+                wrong[places] = self.lm_head(self._guess(features, tokens, places)).argmax(-1) != said[places]
+                ratio = self.glance_ratio * (1 - batch.progress)
+                glanced = glance_at(places, (ratio * wrong.sum(1)).long(), ahead, self.glance)
+                beyond = (0, features.shape[1] - places.shape[1])  # pairs about nothing that is known
+                shown = F.pad(glanced, beyond)
+                features = torch.where(shown[..., None], F.pad(answers, (0, 0, *beyond)), features)
+                tokens = torch.where(shown, F.pad(said, beyond), tokens)
+
+        guesses = self._guess(features, tokens, places)
+        logits = self.lm_head(guesses).float()
+        count = max(goal_logits.shape[0], 1)  # a text without a usable place adds zero, not NaN
+        regression = F.smooth_l1_loss(guesses.float(), answers[places].float(), reduction="sum")
+        regression = regression / (count * guesses.shape[-1])
+        soft = F.kl_div(logits.log_softmax(-1), goal_logits.softmax(-1), reduction="sum") / count
+        hard = F.cross_entropy(logits, said[places], reduction="sum") / count
+        loss = regression + self.distillation_weight * (self.soft_weight * soft + (1 - self.soft_weight) * hard)
+        parts = {"regression": regression.detach(), "soft": soft.detach(), "hard": hard.detach()}
+        right = (logits.detach().argmax(-1) == said[places]).sum() / count
+        return {"loss": loss, **parts, "accuracy": right, "glanced": glanced.sum() / count}
+
+    def _guess(self, features: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[number of places, C] guesses at the pairs of texts where `places [B, P]` is True."""
+        dtype = next(self.network.parameters()).dtype
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        mask = relaxed_mask(tokens.shape[1], self.network.config.block_size, tokens.device)
+        guesses = self.network(
+            features.to(dtype), self.embed(tokens).to(dtype), positions, MaskedAttention(mask)
+        )  # fmt: skip
+        return guesses[:, : places.shape[1]][places]
+
+
+def relaxed_mask(num_pairs: int, block_size: int, device: torch.device) -> torch.Tensor:
+    """[1, T, T] bool, True where pair i sees pair j: blocks of k from the text's beginning, each seen as a whole.
+
+    No padding is ever seen from a place with a known answer: its block ends before the answer's token.
+    """
+    block = torch.arange(num_pairs, device=device) // block_size
+    return (block <= block[:, None])[None]
+
+
+def glance_at(
+    places: torch.Tensor, counts: torch.Tensor, block_size: int, glance: Literal["run", "blocks"]
+) -> torch.Tensor:
+    """Choose the places of each text whose answers are shown.
+
+    Args:
+        places: [B, P] bool, places that may be chosen.
+        counts: [B] int64, how many to choose, at most as many as there are.
+        block_size: k.
+        glance: `"run"`: consecutive ones among `places`, from a random one on. `"blocks"`: the first k - 1 of every
+            one of `counts // (k - 1)` random blocks, as far as they are `places`.
+
+    Returns:
+        [B, P] bool.
+    """
+    if glance == "run":
+        order = places.cumsum(1) - 1
+        room = places.sum(1) - counts + 1
+        # rand() below 1 may round to 1 times a large room
+        first = (torch.rand(counts.shape, device=counts.device) * room).long().minimum(room - 1)
+        return places & (order >= first[:, None]) & (order < (first + counts)[:, None])
+    size = max(block_size - 1, 1)
+    place = torch.arange(places.shape[1], device=places.device)
+    open_ = places & (place % block_size < size)
+    padded = F.pad(open_, (0, -places.shape[1] % block_size)).unflatten(1, (-1, block_size))
+    lots = torch.rand(padded.shape[:2], device=places.device).masked_fill(~padded.any(2), 2.0)
+    drawn = lots.argsort(1).argsort(1) < (counts // size)[:, None]
+    return open_ & drawn.repeat_interleave(block_size, 1)[:, : places.shape[1]]

@@ -1,0 +1,139 @@
+"""What Hydra heads learn: the text that follows, or what the target thinks will follow.
+
+Equation:   loss = sum over heads i of  mean over t of  a CE(head_i(t), label_{t+1+i}) + b CE(head_i(t), p_{t+i}),
+            head_i(t) fed with the text's own tokens x_{t+1} .. x_{t+i};  p_s = softmax of the target's logits at s
+Source:     Hydra (arXiv:2402.05109) sections 3.1, 5 and A.1: a = 1, b = 0 for Hydra, a = 0, b = 1 for Hydra++
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+
+from specdec.drafters.hydra import Hydra
+from specdec.drafters.network import NetworkDrafter
+from specdec.models.draft_layer import MaskedAttention
+from specdec.models.hydra import HydraConfig, HydraNetwork
+from specdec.models.target import Target
+from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["HydraObjective", "HydraPlusPlusObjective"]
+
+_SWITCHES = ("lm_weight", "teacher_weight", "noise_alpha")
+
+
+class HydraObjective(Objective):
+    """Loss of Hydra heads.
+
+    Args:
+        network: what is trained.
+        target: the frozen target.
+        lm_weight: weight of the cross-entropy with the labels.
+        teacher_weight: weight of the cross-entropy with the target's distribution at temperature 1.
+        noise_alpha: strength of uniform noise on the target's states, alpha / sqrt(T C) at most; the paper tried 75.
+
+    Raises:
+        ValueError: a negative setting, or nothing to learn.
+    """
+
+    drafter_class: ClassVar[type[NetworkDrafter]] = Hydra
+    recipe: Recipe = Recipe(learning_rate=1e-3, weight_decay=0.1, final_lr_ratio=0.33, warmup_ratio=0.05)
+    network: HydraNetwork
+
+    def __init__(
+        self,
+        network: HydraNetwork,
+        target: Target,
+        *,
+        lm_weight: float = 1.0,
+        teacher_weight: float = 0.0,
+        noise_alpha: float = 0.0,
+    ) -> None:
+        super().__init__(network, target)
+        for name, value in zip(_SWITCHES, (lm_weight, teacher_weight, noise_alpha), strict=True):
+            if value < 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        if lm_weight == teacher_weight == 0:
+            raise ValueError("teacher_weight: expected more than 0 when lm_weight is 0, got 0")
+        self.lm_weight = lm_weight
+        self.teacher_weight = teacher_weight
+        self.noise_alpha = noise_alpha
+
+    @classmethod
+    def new(cls, target: Target, **settings: Any) -> "Self":
+        """As `Objective`; `settings` are those of `HydraConfig.for_target` and the keywords of this class."""
+        switches = {name: settings.pop(name) for name in _SWITCHES if name in settings}
+        network = HydraNetwork(cls._config(target, settings)).to(target.device)
+        head = target.model.get_output_embeddings()
+        network.start_from(head.weight, head.bias)
+        return cls(network, target, **switches)
+
+    @classmethod
+    def _config(cls, target: Target, settings: dict[str, Any]) -> HydraConfig:
+        return HydraConfig.for_target(target.model.config, **settings)
+
+    def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        """The loss, and its two parts (each summed over the heads, without its weight) where they count."""
+        states, embeddings = self._inputs(batch)
+        zero = states.new_zeros((), dtype=torch.float32)
+        parts = {"lm": zero, "teacher": zero}
+        for head in range(self.network.config.num_heads):
+            place = head + 2  # how far ahead the head guesses
+            count = max(batch.tokens.shape[1] - place, 0)
+            keep = batch.loss_mask[:, place:]
+            seen = [states[:, :count], *(embeddings[:, first : first + count] for first in range(1, place))]
+            logits = self.network(head, [part[keep] for part in seen]).float()
+            num_places = max(logits.shape[0], 1)
+            if self.lm_weight:
+                lm = F.cross_entropy(logits, batch.labels[:, place:][keep], reduction="sum")
+                parts["lm"] = parts["lm"] + lm / num_places
+            if self.teacher_weight:
+                target_probs = batch.logits[:, place - 1 : place - 1 + count][keep].float().softmax(-1)
+                teacher = F.cross_entropy(logits, target_probs, reduction="sum")
+                parts["teacher"] = parts["teacher"] + teacher / num_places
+        weights = {"lm": self.lm_weight, "teacher": self.teacher_weight}
+        loss = sum((weight * parts[name] for name, weight in weights.items()), start=zero)
+        return {"loss": loss, **{name: parts[name].detach() for name, weight in weights.items() if weight}}
+
+    def _inputs(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, T, C] states that the heads read and [B, T, C] embeddings of the tokens, in the network's dtype."""
+        dtype = next(self.network.parameters()).dtype
+        hidden = batch.hidden.to(dtype)
+        if self.training and self.noise_alpha:
+            reach = self.noise_alpha / (hidden.shape[1] * hidden.shape[2]) ** 0.5
+            hidden = hidden + torch.empty_like(hidden).uniform_(-reach, reach)
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        # texts are padded on the right, so that causal attention sees no padding
+        return self.network.encode(hidden, positions, MaskedAttention()), self.embed(batch.tokens).to(dtype)
+
+
+class HydraPlusPlusObjective(HydraObjective):
+    """Loss of Hydra++ heads: distillation from the target.
+
+    Args:
+        network: what is trained.
+        target: the frozen target.
+        lm_weight: as for `HydraObjective`.
+        teacher_weight: the same.
+        noise_alpha: the same.
+    """
+
+    recipe: Recipe = Recipe(learning_rate=1e-3, weight_decay=0.1, final_lr_ratio=0.33, warmup_ratio=0.005, epochs=10)
+
+    def __init__(
+        self,
+        network: HydraNetwork,
+        target: Target,
+        *,
+        lm_weight: float = 0.0,
+        teacher_weight: float = 1.0,
+        noise_alpha: float = 0.0,
+    ) -> None:
+        super().__init__(network, target, lm_weight=lm_weight, teacher_weight=teacher_weight, noise_alpha=noise_alpha)
+
+    @classmethod
+    def _config(cls, target: Target, settings: dict[str, Any]) -> HydraConfig:
+        return HydraConfig.plus_plus(target.model.config, **settings)

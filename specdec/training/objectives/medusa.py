@@ -1,0 +1,76 @@
+"""What Medusa heads learn: the text that follows, each head one token further ahead than the one before.
+
+Equation:   loss = sum over heads k = 1 .. K of  decay^k mean over t of CE(head_k(h_t), label_{t+k+1})
+Source:     Medusa (arXiv:2401.10774) section 2.2.1, with lambda_k = 0.8^k; the authors' training code
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+
+from specdec.drafters.medusa import Medusa
+from specdec.drafters.network import NetworkDrafter
+from specdec.models.medusa import MedusaConfig, MedusaHeads
+from specdec.models.target import Target
+from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MedusaObjective"]
+
+
+class MedusaObjective(Objective):
+    """Loss of Medusa-1: cross-entropy, weighted by head.
+
+    Args:
+        network: what is trained.
+        target: the frozen target.
+        decay: head k weighs decay ** k; 1 for equal weights, as in the authors' first code.
+
+    Raises:
+        ValueError: a decay outside (0, 1].
+    """
+
+    drafter_class: ClassVar[type[NetworkDrafter]] = Medusa
+    # one epoch of ShareGPT on 4 GPUs x 8 x 4 accumulated
+    recipe: Recipe = Recipe(learning_rate=1e-3, schedule="cosine", warmup_ratio=0.1, epochs=1, batch_size=128)
+    network: MedusaHeads
+
+    def __init__(self, network: MedusaHeads, target: Target, *, decay: float = 0.8) -> None:
+        super().__init__(network, target)
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay: expected more than 0 and at most 1, got {decay}")
+        self.decay = decay
+
+    @classmethod
+    def new(cls, target: Target, *, decay: float = 0.8, **settings: Any) -> "Self":
+        """Heads that repeat the target's own guess to begin with.
+
+        Args:
+            target: the frozen target.
+            decay: head k weighs decay ** k.
+            settings: fields of `MedusaConfig`.
+        """
+        network = MedusaHeads(MedusaConfig.for_target(target.model.config, **settings)).to(target.device)
+        if network.config.vocab_size is not None:
+            network.start_from(target.model.get_output_embeddings().weight)
+        return cls(network, target, decay=decay)
+
+    def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        """The loss, and each head's cross-entropy as `"head_1"`, ..."""
+        hidden = batch.hidden.to(self.network.block_weight.dtype)
+        num_texts, length, _ = hidden.shape
+        logits = self.network(hidden.flatten(0, 1), lm_head=self.lm_head).unflatten(0, (num_texts, length))
+        loss = logits.new_zeros((), dtype=torch.float32)
+        parts = {}
+        for head in range(self.network.config.num_heads):
+            place = head + 2  # the state at t has told t + 1 to the target; the first head guesses t + 2
+            learnt = batch.loss_mask[:, place:]
+            guess = logits[:, : learnt.shape[1], head][learnt].float()
+            cross_entropy = F.cross_entropy(guess, batch.labels[:, place:][learnt], reduction="sum")
+            cross_entropy = cross_entropy / max(guess.shape[0], 1)  # a batch without such a place adds zero, not NaN
+            parts[f"head_{head + 1}"] = cross_entropy.detach()
+            loss = loss + self.decay ** (head + 1) * cross_entropy
+        return {"loss": loss, **parts}

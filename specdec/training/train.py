@@ -1,0 +1,304 @@
+"""`specdec train`: train a drafter of any kind for a frozen target.
+
+The target reads every batch once, without gradients, and an `Objective` turns what it says into a loss for the
+drafter's network. At each evaluation the network drafts for real: `tau` is measured on held-out prompts.
+"""
+
+import copy
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer_utils import EvalLoopOutput
+
+from specdec.decoder import Decoder
+from specdec.drafter_folder import TargetRecord
+from specdec.drafter_kinds import objective_class, training_settings
+from specdec.drafters.base import Drafter
+from specdec.drafters.network import NetworkDrafter
+from specdec.dynamic_tree import AnyTreeLike, as_tree
+from specdec.files import replace_file
+from specdec.models.target import Target
+from specdec.training.curves import curves_svg, history_curves
+from specdec.training.data import Sample, Samples, Texts, collate
+from specdec.training.objectives.base import Objective, TrainingBatch
+from specdec.training.objectives.eagle import most_frequent_tokens
+from specdec.training.recipes import RecipeTrainer, Run, forget_checkpoints, last_checkpoint, run_training
+
+__all__ = ["Labels", "TauProbe", "train_drafter"]
+
+logger = logging.getLogger(__name__)
+
+Labels = Literal["text", "target"]
+_RUN_RECORD = "run.json"
+_MAX_HELD_OUT = 64  # texts that an evaluation looks at
+
+
+@dataclass(frozen=True, slots=True)
+class TauProbe:
+    """What an evaluation decodes to measure tau.
+
+    Attributes:
+        num_prompts: held-out prompts, decoded as one batch; 0 leaves the measurement out.
+        prompt_tokens: most tokens of a prompt; fewer where less text is given before what is learnt.
+        new_tokens: tokens that are decoded after each.
+    """
+
+    num_prompts: int = 8
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+
+
+class _Training(nn.Module):
+    """Target and objective as one module for the trainer; its parameters are the network's alone."""
+
+    def __init__(self, objective: Objective, target: Target, labels: Labels) -> None:
+        super().__init__()
+        self.objective = objective
+        self.labels = labels
+        self.progress = 0.0
+        target.model.eval()
+        self._places = target.tap(objective.tap_layers)
+        self._target = (target,)  # in a tuple it is no submodule: checkpoints hold the network alone
+        self.register_state_dict_post_hook(_drop_aliases)  # type: ignore[no-untyped-call]
+
+    def forward(self, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self._target[0].read(input_ids)
+        labels = input_ids
+        if self.labels == "target":
+            labels = torch.cat((input_ids[:, :1], output.logits[:, :-1].argmax(-1)), 1)
+        batch = TrainingBatch(
+            tokens=input_ids,
+            labels=labels,
+            loss_mask=loss_mask,
+            hidden=output.hidden,
+            logits=output.logits,
+            taps=tuple(output.taps[place] for place in self._places),
+            progress=self.progress if self.training else 1.0,
+        )
+        return self.objective(batch)
+
+
+def _drop_aliases(module: nn.Module, tensors: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
+    """Keep each tensor under one name: a draft model's embedding may be its LM head too."""
+    del module, prefix, metadata
+    seen = set()
+    for name, tensor in list(tensors.items()):
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place in seen:
+            del tensors[name]
+        seen.add(place)
+
+
+class _DrafterTrainer(RecipeTrainer):
+    """Trains, and measures tau at each evaluation."""
+
+    def __init__(self, *args: Any, prompts: Sequence[torch.Tensor], new_tokens: int, tree: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prompts = prompts
+        self._new_tokens = new_tokens
+        self._tree = tree
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the base, with the progress told to the objective."""
+        self.model.progress = self.state.global_step / self.state.max_steps
+        return super().training_step(model, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As the base, with the measured acceptance length and acceptance by depth."""
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._prompts and self.is_world_process_zero():
+            training: _Training = self.accelerator.unwrap_model(self.model)
+            stats = _decode(training, self._prompts, self._new_tokens, self._tree)
+            output.metrics["eval_tau"] = stats.tau
+            for depth, rate in enumerate(stats.acceptance_at_depth, start=1):
+                output.metrics[f"eval_acceptance_{depth}"] = rate
+        return output
+
+
+def train_drafter(
+    kind: str,
+    target: PreTrainedModel | Target,
+    texts: Texts | str | Path | Sequence[Sample],
+    output: str | Path,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    run: Run | None = None,
+    labels: Labels = "text",
+    tree: AnyTreeLike | None = None,
+    probe: TauProbe | None = None,
+    work_dir: str | Path | None = None,
+    resume: bool = False,
+    dtype: torch.dtype | None = None,
+) -> dict[str, float]:
+    """Train a drafter and save it to a folder that `specdec.load_drafter` reads.
+
+    Args:
+        kind: what to train.
+        target: the frozen target, in float32 or bfloat16, on the device where training runs.
+        texts: what to learn from; a file of token ids or samples need no `Texts` around them.
+        output: receives the drafter, `training.json` (recipe and report) and `curves.svg`, in one step at the end.
+        settings: of the kind: fields of its network's configuration and switches of its loss.
+        run: how long, how large the batches, how often to evaluate; the paper's recipe by default.
+        labels: what drafters should guess: the text, or at each place the target's most probable token.
+        tree: the tree that is measured with and saved; the kind's own by default.
+        probe: how tau is measured.
+        work_dir: checkpoints of the run; beside `output` by default. Removed when the run has ended.
+        resume: go on with the interrupted run in `work_dir`.
+        dtype: of the saved weights; the target's by default.
+
+    Returns:
+        The report: `held_out_loss` and its parts, `tau`, `acceptance_1`, ..., `num_parameters`.
+
+    Raises:
+        TypeError: a setting that the kind does not have.
+        ValueError: bad arguments, malformed data, or a work directory that holds another run.
+        NonFiniteLossError: the loss became NaN or infinite; checkpoints before it are kept.
+    """
+    target = target if isinstance(target, Target) else Target(target)
+    run, output = run or Run(), Path(output)
+    work_dir = output.with_name(f".{output.name}-training") if work_dir is None else Path(work_dir)
+    if target.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"target: expected float32 or bfloat16 weights for training, got {target.dtype}")
+    if labels not in ("text", "target"):
+        raise ValueError(f"labels: expected 'text' or 'target', got {labels!r}")
+    train, held_out = (texts if isinstance(texts, Texts) else Texts(texts)).read(target, run.seed)
+    held_out = held_out[:_MAX_HELD_OUT]
+
+    torch.manual_seed(run.seed)
+    objective = _objective(kind, target, dict(settings or {}), train)
+    recipe, shape = run.applied_to(objective.recipe), None if tree is None else as_tree(tree)
+    record = _record(kind, settings or {}, labels, train, held_out) | {"recipe": asdict(recipe), "run": asdict(run)}
+    _claim(work_dir, record, resume=resume)
+    probe = probe or TauProbe()
+    metrics, history = run_training(
+        _Training(objective, target, labels).to(target.device),
+        work_dir,
+        recipe=recipe,
+        run=run,
+        train=Samples(train),
+        held_out=Samples(held_out),
+        collate=collate,
+        mixed_precision=target.dtype == torch.bfloat16 if run.mixed_precision is None else run.mixed_precision,
+        trainer_class=_DrafterTrainer,
+        prompts=_prompts(held_out, target, probe),
+        new_tokens=probe.new_tokens,
+        tree=shape,
+    )
+    report = _report(metrics, objective)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        files = {
+            "training.json": json.dumps({**record, "report": report}, indent=2) + "\n",
+            "curves.svg": curves_svg(history_curves(history), f"{kind}, {len(train)} texts"),
+        }
+        _finished(objective, target, shape, dtype or target.dtype).save_pretrained(output, texts=files)
+        _release(work_dir)
+    return report
+
+
+def _objective(kind: str, target: Target, settings: dict[str, Any], train: Sequence[Sample]) -> Objective:
+    """The objective of a kind, its network in float32 on the target's device."""
+    objective_type = objective_class(kind)
+    settings = {**training_settings(kind), **settings}
+    if "draft_vocab_size" in settings and "draft_tokens" not in settings:
+        counts = sum(
+            (torch.bincount(s.tokens[s.loss_mask], minlength=target.vocab_size) for s in train),
+            start=torch.zeros(target.vocab_size, dtype=torch.int64),
+        )
+        settings["draft_tokens"] = most_frequent_tokens(counts, settings["draft_vocab_size"])
+    try:
+        objective = objective_type.new(target, **settings)
+    except TypeError as error:
+        raise TypeError(f"settings: {kind} does not take these: {error}") from error
+    return objective.to(device=target.device, dtype=torch.float32)
+
+
+def _record(
+    kind: str, settings: Mapping[str, Any], labels: Labels, train: Sequence[Sample], held_out: Sequence[Sample]
+) -> dict[str, Any]:
+    """What makes a run the same run again, and what its results should be judged by."""
+    return {
+        "kind": kind,
+        "settings": {name: value for name, value in settings.items() if _is_plain(value)},
+        "labels": labels,
+        "num_texts": len(train),
+        "num_held_out": len(held_out),
+        "num_tokens": sum(sample.tokens.shape[0] for sample in train),
+    }
+
+
+def _report(metrics: Mapping[str, float], objective: Objective) -> dict[str, float]:
+    """The metrics of the last evaluation, without times, which belong to the machine."""
+    names = [name for name in metrics if not name.endswith(("_runtime", "_per_second"))]
+    report = {name.removeprefix("eval_"): metrics[name] for name in names}
+    report["held_out_loss"] = report.pop("loss")
+    report["num_parameters"] = float(sum(parameter.numel() for parameter in objective.network.parameters()))
+    return report
+
+
+def _claim(work_dir: Path, record: dict[str, Any], *, resume: bool) -> None:
+    """Note the run in its work directory, or see that the run there is the same."""
+    file = work_dir / _RUN_RECORD
+    record = json.loads(json.dumps(record))
+    if last_checkpoint(work_dir) is not None and file.exists():
+        if not resume:
+            raise ValueError(
+                f"work_dir: expected one without a run, got {work_dir} with checkpoints; resume goes on with that run"
+            )
+        before = json.loads(file.read_text(encoding="utf-8"))
+        changed = sorted(name for name in record if before.get(name) != record[name])
+        if changed:
+            raise ValueError(f"resume: expected the run that {work_dir} holds, got another {', '.join(changed)}")
+    replace_file(file, json.dumps(record, indent=2) + "\n")
+
+
+def _release(work_dir: Path) -> None:
+    """Clean up after a run that has ended."""
+    forget_checkpoints(work_dir)
+    work_dir.joinpath(_RUN_RECORD).unlink()
+    if not any(work_dir.iterdir()):
+        work_dir.rmdir()
+
+
+def _prompts(kept: Sequence[Sample], target: Target, probe: TauProbe) -> list[torch.Tensor]:
+    """Beginnings of held-out texts: what stands before the part to learn, or else their first half."""
+    prompts = []
+    for sample in kept[: probe.num_prompts]:
+        given = sample.prompt_length if sample.prompt_length >= 2 else sample.tokens.shape[0] // 2
+        length = min(given, probe.prompt_tokens, target.max_positions - probe.new_tokens)
+        prompts.append(sample.tokens[given - length : given] if length > 0 else sample.tokens[:1])
+    return prompts
+
+
+def _decode(training: _Training, prompts: Sequence[torch.Tensor], new_tokens: int, tree: Any) -> Any:
+    """Acceptance statistics of the network as it is, on a copy: decoding casts it to the target's dtype."""
+    objective, target = training.objective, training._target[0]
+    network = objective.network
+    try:
+        objective.network = copy.deepcopy(network)
+        drafter = objective.drafter(tree)
+    finally:
+        objective.network = network
+    stops = target.model.generation_config.eos_token_id
+    stop_tokens = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
+    with torch.autocast(target.device.type, enabled=False):
+        return Decoder(target, drafter).decode(list(prompts), new_tokens, stop_tokens=stop_tokens).stats
+
+
+def _finished(objective: Objective, target: Target, tree: Any, dtype: torch.dtype) -> Any:
+    """The trained drafter, ready to be saved."""
+    objective.network.to(dtype).eval()
+    drafter: Drafter = objective.drafter(tree)
+    if isinstance(drafter, NetworkDrafter):
+        drafter.target_record = TargetRecord.of(target)
+    return drafter
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool | list | tuple)

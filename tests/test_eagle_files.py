@@ -1,0 +1,266 @@
+"""EAGLE's published files: names and shapes as the authors have them, at a small width; and our own configuration."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from drafter_checks import propose
+from eagle_checks import DRAFT_TOKENS, Literal, random_network
+from families import HIDDEN_SIZE, VOCAB_SIZE, build_model, random_prompts
+
+from specdec.drafters.eagle import Eagle
+from specdec.models.draft_layer import DraftLayerConfig
+from specdec.models.eagle import EagleConfig, EagleNetwork, default_tap_layers
+from specdec.models.target import Target
+from specdec.trees import TreeShape
+
+WIDTH, HEADS, KV_HEADS, MLP = HIDDEN_SIZE, 8, 2, 96
+DRAFT_VOCAB = len(DRAFT_TOKENS)
+
+
+def first_file(*, bias=True, config_bias=None, qkv_bias=False, dtype=torch.float32, **changes):
+    """Tensors and `config.json` of an EAGLE-1 or EAGLE-2 drafter."""
+    shapes = {
+        "embed_tokens.weight": (VOCAB_SIZE, WIDTH),
+        "fc.weight": (WIDTH, 2 * WIDTH),
+        **layer_shapes("layers.0", WIDTH),
+        **({"fc.bias": (WIDTH,)} if bias else {}),
+    }
+    if qkv_bias:
+        sizes = {"q": WIDTH, "k": KV_HEADS * WIDTH // HEADS, "v": KV_HEADS * WIDTH // HEADS}
+        shapes |= {f"layers.0.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    return fill(shapes, dtype), file_config(bias=config_bias, **changes)
+
+
+def third_file(*, dtype=torch.float16, draft_vocab=DRAFT_VOCAB, **changes):
+    """Tensors and `config.json` of an EAGLE-3 drafter."""
+    shapes = {
+        "fc.weight": (WIDTH, 3 * WIDTH),
+        **layer_shapes("midlayer", 2 * WIDTH),
+        "midlayer.hidden_norm.weight": (WIDTH,),
+        "midlayer.input_layernorm.weight": (WIDTH,),
+        "norm.weight": (WIDTH,),
+        "lm_head.weight": (draft_vocab, WIDTH),
+    }
+    tensors = fill(shapes, dtype)
+    if draft_vocab < VOCAB_SIZE:
+        tensors["d2t"] = DRAFT_TOKENS - torch.arange(DRAFT_VOCAB)
+        tensors["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill_(0, DRAFT_TOKENS, True)
+    return tensors, file_config(draft_vocab_size=draft_vocab, **changes)
+
+
+def layer_shapes(prefix, width):
+    kv_size = KV_HEADS * WIDTH // HEADS
+    shapes = {
+        "self_attn.q_proj": (WIDTH, width), "self_attn.k_proj": (kv_size, width), "self_attn.v_proj": (kv_size, width),
+        "self_attn.o_proj": (WIDTH, WIDTH), "mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH),
+        "mlp.down_proj": (WIDTH, MLP), "post_attention_layernorm": (WIDTH,),
+    }  # fmt: skip
+    return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def fill(shapes, dtype):
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: (torch.randn(shape, generator=generator) * (1 if len(shape) == 1 else shape[1] ** -0.5)).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def file_config(**changes):
+    """The authors' `config.json`: fields of a LLaMA with one layer."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": WIDTH, "intermediate_size": MLP,
+        "max_position_embeddings": 256, "model_type": "llama", "num_attention_heads": HEADS, "num_hidden_layers": 1,
+        "num_key_value_heads": KV_HEADS, "pad_token_id": 0, "rms_norm_eps": 1e-06, "torch_dtype": "float16",
+        "vocab_size": VOCAB_SIZE, **changes,
+    }  # fmt: skip
+    return {name: value for name, value in config.items() if value is not None}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [
+        first_file(),
+        first_file(bias=False, config_bias=False, rope_theta=500000.0, rms_norm_eps=1e-5),
+        first_file(qkv_bias=True),
+        third_file(dtype=torch.float32, rope_theta=500000.0),
+        third_file(dtype=torch.float32, draft_vocab=VOCAB_SIZE),
+    ],
+    ids=["first", "no fc bias", "qkv bias", "third", "third, whole vocabulary"],
+)
+def test_published_files_load_and_compute_what_their_equations_say(tensors, config, generator):
+    model = build_model("llama")
+    assert EagleNetwork.recognises(set(tensors), config)
+    network = EagleNetwork.from_published(tensors, config)
+    assert network.config.layer.rms_norm_eps == config["rms_norm_eps"]
+    assert network.config.layer.rope_parameters["rope_theta"] == config.get("rope_theta", 10000.0)
+    saved = network.state_dict()
+    assert saved.keys() == tensors.keys() - {"embed_tokens.weight"}
+    assert all(torch.equal(saved[name], tensors[name]) for name in saved)
+
+    shape = TreeShape.from_k_config((2, 2))
+    taps = None if network.config.version == 1 else (0, 0, 1)
+    (text,) = random_prompts(generator, [4])
+    tree = propose(Eagle(network, shape, tap_layers=taps), model, text, 5)
+    literal = Literal(network, model)
+    if taps is not None:
+        literal.config = EagleConfig(**{**asdict(network.config), "layer": network.config.layer, "tap_layers": taps})
+    pairs = {0: literal.true_pairs(model, text, 5)}
+    for node in range(1, shape.num_nodes):
+        above = pairs[shape.parent[node]]
+        assert (
+            tree.tokens[0, node]
+            == literal.logits(literal.state_after(above)).argsort(descending=True)[shape.rank[node]]
+        )
+        pairs[node] = literal.extend(above, int(tree.tokens[0, node]))
+
+
+def test_the_file_is_cast_to_the_dtype_of_the_target():
+    model = build_model("llama").to(torch.bfloat16)
+    drafter = Eagle(EagleNetwork.from_published(*third_file()), TreeShape.chain(2), tap_layers=(0, 1, 2))
+    drafter.bind(Target(model))
+    network = drafter.network
+    assert network.fc.weight.dtype == torch.bfloat16
+    assert network.d2t.dtype == torch.int64
+    assert network.t2d.dtype == torch.bool
+    assert torch.equal(network.target_ids, DRAFT_TOKENS)
+    # rounded to bfloat16, these frequencies would be off by a turn at position 1000
+    cos, _ = network.rotary(torch.zeros(1), torch.tensor([[1000]]))
+    exact = (1000 * 10000.0 ** (-torch.arange(4).double() / 4)).cos()
+    assert (cos[0, 0, 0, :4] - exact).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_key_value_heads": None, "num_attention_heads": 2}, {"num_key_value_heads": 2, "head_dim": 32}),
+        ({"max_position_embeddings": None, "max_sequence_length": 4096}, {"max_position_embeddings": 4096}),
+        ({"max_position_embeddings": None}, {"max_position_embeddings": 2048}),
+        ({"head_dim": 8}, {"head_dim": 8}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_theta": 5e5},
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 2.0}},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        ),
+    ],
+)
+def test_fields_of_the_published_configuration(changes, expected):
+    tensors, config = first_file(**changes)
+    if "num_attention_heads" in changes:  # without GQA, keys and values are as wide as queries
+        tensors |= {f"layers.0.self_attn.{name}_proj.weight": torch.zeros(WIDTH, WIDTH) for name in "kv"}
+    layer = asdict(EagleNetwork.from_published(tensors, config).config.layer)
+    assert {name: layer[name] for name in expected} == expected
+
+
+def test_a_drafter_may_have_fewer_key_heads_than_its_target(generator):
+    model = build_model("opt")  # no GQA
+    drafter = Eagle(EagleNetwork.from_published(*first_file()), TreeShape.chain(2))
+    (text,) = random_prompts(generator, [4])
+    assert propose(drafter, model, text, 5).tokens.shape == (1, 3)
+
+
+@pytest.mark.parametrize("file", [first_file, third_file])
+def test_missing_and_extra_and_misshapen_tensors_are_named(file):
+    tensors, config = file()
+    for name, tensor in tensors.items():
+        if name != "embed_tokens.weight":
+            lacking = {key: value for key, value in tensors.items() if key != name}
+            with pytest.raises(ValueError, match=rf"missing tensors \['{name}'\]"):
+                EagleNetwork.from_published(lacking, config)
+            assert EagleNetwork.recognises(set(lacking), config) == (name != "fc.weight")
+        with pytest.raises(ValueError, match=rf"{name}: expected shape"):
+            EagleNetwork.from_published({**tensors, name: torch.cat((tensor, tensor))}, config)
+    with pytest.raises(ValueError, match=r"unexpected tensors \['layers.1.mlp.up_proj.weight'\]"):
+        EagleNetwork.from_published({**tensors, "layers.1.mlp.up_proj.weight": torch.zeros(1)}, config)
+
+
+def test_the_bias_of_the_projection_is_there_unless_the_configuration_says_no():
+    with pytest.raises(ValueError, match=r"missing tensors \['fc.bias'\]"):
+        EagleNetwork.from_published(*first_file(bias=False))
+    tensors, config = first_file()
+    with pytest.raises(ValueError, match=r"unexpected tensors \['fc.bias'\]"):
+        EagleNetwork.from_published(tensors, {**config, "bias": False})
+    with pytest.raises(ValueError, match=r"missing tensors .*q_proj.bias"):
+        EagleNetwork.from_published(tensors, {**config, "qkv_bias": True})
+
+
+def test_contradicting_vocabulary_tables_are_refused():
+    tensors, config = third_file()
+    with pytest.raises(ValueError, match=r"d2t: expected offsets that lead to the 32 tokens marked in t2d"):
+        EagleNetwork.from_published({**tensors, "d2t": DRAFT_TOKENS}, config)  # ids instead of offsets
+    assert (
+        EagleNetwork.from_published({**tensors, "t2d": tensors["t2d"].to(torch.uint8)}, config).t2d.dtype == torch.bool
+    )
+    whole, config = third_file(draft_vocab=VOCAB_SIZE)
+    tables = {"d2t": torch.zeros(VOCAB_SIZE).long(), "t2d": torch.ones(VOCAB_SIZE).bool()}
+    assert "d2t" not in EagleNetwork.from_published({**whole, **tables}, config).state_dict()
+
+
+def test_a_configuration_without_sizes_is_refused():
+    with pytest.raises(
+        ValueError, match="config.json: expected hidden_size, intermediate_size, num_attention_heads, voc"
+    ):
+        EagleNetwork.from_published(first_file()[0], {})
+
+
+def test_other_methods_files_are_not_taken_for_eagle():
+    hydra = {"prefix_embedding_layer.layers.0.self_attn.q_proj.weight", "0.0.linear.weight"}
+    falcon = {"lstm.weight_ih_l0", "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"}
+    llama = {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.input_layernorm.weight"}
+    assert not any(EagleNetwork.recognises(names, {}) for names in (hydra, falcon, llama))
+
+
+def test_the_published_rule_of_taps():
+    assert default_tap_layers(32) == (1, 15, 28)
+    assert default_tap_layers(7) == (1, 2, 3)
+    for layers in (2, 3, 6):
+        with pytest.raises(
+            ValueError, match=rf"tap_layers: expected the setting .* {layers} layers, such as tap_layers=\(0, 1"
+        ):
+            default_tap_layers(layers)
+    with pytest.raises(ValueError, match="tap_layers: expected the setting"):
+        EagleConfig.for_target(build_model("llama").config, version=3)
+    network = EagleNetwork.from_published(*third_file())  # the file does not say
+    with pytest.raises(ValueError, match="tap_layers: expected the setting"):
+        Eagle(network, TreeShape.chain(2)).bind(Target(build_model("llama")))
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_configuration_survives_json(version):
+    config = random_network(build_model("llama3"), version).config
+    assert EagleConfig.from_dict(json.loads(json.dumps(asdict(config)))) == config
+    assert config.hidden_size == HIDDEN_SIZE
+    assert config.layer.rope_parameters["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"version": 2}, r"version: expected 1 \(EAGLE-1 and EAGLE-2\) or 3, got 2"),
+        ({"vocab_size": 0}, r"vocab_size: expected at least 1, got 0"),
+        ({"version": 3, "fc_bias": True}, r"fc_bias: expected False with version 3"),
+        ({"tap_layers": (0, 1, 2)}, r"version: expected 3 with tap_layers"),
+        ({"draft_vocab_size": 8}, r"version: expected 3 with tap_layers or a draft vocabulary, got 1"),
+        ({"version": 3, "draft_vocab_size": 97}, r"draft_vocab_size: expected 1 to 96, .* got 97"),
+        ({"version": 3, "tap_layers": ()}, r"tap_layers: expected at least one layer"),
+    ],
+)
+def test_rejects_configurations(settings, match):
+    layer = DraftLayerConfig.like(build_model("llama").config)
+    with pytest.raises(ValueError, match=match):
+        EagleConfig(**{"vocab_size": VOCAB_SIZE, "layer": layer, **settings})
+
+
+def test_unknown_settings_are_named():
+    with pytest.raises(TypeError, match="num_heads"):
+        EagleConfig.for_target(build_model("llama").config, num_heads=4)

@@ -1,0 +1,118 @@
+"""Traversal verification: its law, by enumerating every draft of small trees, and its verdicts."""
+
+import itertools
+
+import pytest
+import torch
+
+from specdec.traversal import traversal_weights
+from specdec.trees import TreeShape
+
+V = 3
+SHAPES = {
+    "one": TreeShape.chain(1),
+    "chain": TreeShape.chain(3),
+    "siblings": TreeShape.from_k_config((2,)),
+    "all siblings": TreeShape.from_k_config((3,)),
+    "binary": TreeShape.from_k_config((2, 2)),
+    "uneven": TreeShape.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
+}
+
+
+class Laws:
+    """A target and a drafter over `V` tokens whose laws depend on the whole context."""
+
+    def __init__(self, seed, zeros=False):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.zeros = zeros
+        self.known = {}
+
+    def __call__(self, who, context):
+        if (who, context) not in self.known:
+            logits = 1.5 * torch.randn(V, generator=self.generator)
+            if self.zeros and who == "draft":
+                logits[int(torch.randint(V, (), generator=self.generator))] = -torch.inf
+            self.known[who, context] = logits
+        return self.known[who, context]
+
+    def prob(self, who, context, token):
+        return self(who, context).softmax(-1)[token].item()
+
+
+def all_drafts(shape, laws):
+    """Every draft with its probability: tokens per node, the children of a node drawn without replacement."""
+    drafts = [((-1,), 1.0)]  # the root's token is outside: contexts start below it
+    inner = sorted(set(shape.parent) - {-1})
+    for node in inner:
+        children = [child for child, above in enumerate(shape.parent) if above == node]
+        longer = []
+        for tokens, mass in drafts:
+            q = laws("draft", context_of(shape, tokens, node)).softmax(-1)
+            for drawn in itertools.permutations(range(V), len(children)):
+                probability, left = 1.0, 1.0
+                for token in drawn:
+                    probability *= q[token].item() / left if left > 1e-9 else float(q[token] == 0)
+                    left -= q[token].item()
+                if left < -1e-6 or probability <= 0:
+                    continue
+                extended = dict(enumerate(tokens)) if not isinstance(tokens, dict) else dict(tokens)
+                extended.update(zip(children, drawn, strict=True))
+                longer.append((extended, mass * probability))
+        drafts = longer
+    return drafts
+
+
+def context_of(shape, tokens, node):
+    get = tokens.get if isinstance(tokens, dict) else dict(enumerate(tokens)).get
+    path = [above for above in range(1, node + 1) if shape.ancestors[node][above]]
+    return tuple(get(above) for above in path)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["full laws", "draft laws of two tokens"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_emitted_law_is_the_targets(shape, zeros):
+    laws = Laws(seed=7, zeros=zeros)
+    drafts = all_drafts(shape, laws)
+    total = sum(mass for _, mass in drafts)
+    assert total == pytest.approx(1.0, abs=1e-6)
+    inner = sorted(set(shape.parent) - {-1})
+    tokens = torch.tensor(
+        [[0, *(draft[n] for n in range(1, shape.num_nodes))] for draft, _ in drafts], dtype=torch.int32
+    )
+    logits = torch.stack(
+        [torch.stack([laws("target", context_of(shape, d, n)) for n in range(shape.num_nodes)]) for d, _ in drafts]
+    )
+    draft_logits = torch.stack(
+        [torch.stack([laws("draft", context_of(shape, d, n)) for n in inner]) for d, _ in drafts]
+    )
+    draft_row = torch.tensor([inner.index(n) if n in inner else -1 for n in range(shape.num_nodes)], dtype=torch.int32)
+    weights = traversal_weights(tokens, shape, logits, draft_logits, draft_row)
+
+    length = shape.max_depth + 1
+    emitted = {}
+    for index, (draft, mass) in enumerate(drafts):
+        for node in weights.order.tolist():
+            accepted = mass * weights.weight[index, node].item()
+            mass -= accepted
+            prefix = context_of(shape, draft, node)
+            for token in range(V):
+                start = (*prefix, token)
+                spread(emitted, start, accepted * weights.law[index, node, token].item(), laws, length)
+        assert mass == pytest.approx(0, abs=1e-6), "the root is always accepted"
+    for sequence in itertools.product(range(V), repeat=length):
+        true = 1.0
+        for place, token in enumerate(sequence):
+            true *= laws.prob("target", sequence[:place], token)
+        assert emitted.get(sequence, 0.0) == pytest.approx(true, abs=2e-6)
+
+
+def spread(emitted, start, mass, laws, length):
+    """Add the mass of a beginning to all its continuations by the target."""
+    if mass <= 0:
+        return
+    for rest in itertools.product(range(V), repeat=length - len(start)):
+        sequence, probability = start, mass
+        for token in rest:
+            probability *= laws.prob("target", sequence, token)
+            sequence = (*sequence, token)
+        emitted[sequence] = emitted.get(sequence, 0.0) + probability
