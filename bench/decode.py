@@ -15,11 +15,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specdec.bench.provenance import append_record
-from specdec.checkpoints import load_drafter
 from specdec.comparison import compare, comparison_table
-from specdec.drafters.base import Drafter
 from specdec.models.target import Target
-from specdec.tiny import TINY_FOLDER, load_tiny, tiny_drafter
+from specdec.tiny import TINY_FOLDER, load_tiny, load_tiny_drafters
 
 __all__ = ["main"]
 
@@ -37,9 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     target = Target(model)
     texts = json.loads((TINY_FOLDER / "prompts.json").read_text())
     prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
-    drafters: dict[str, Drafter | None] = {"none": None, "prompt_lookup": load_drafter("prompt_lookup", target)}
-    for kind in ("medusa", "draft_model"):
-        drafters[kind] = load_drafter(tiny_drafter(kind), target)
+    drafters = load_tiny_drafters(target)
 
     console = Console()
     with Progress(console=console, transient=True) as progress:

@@ -1,6 +1,7 @@
 """The `specdec` command."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -12,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from specdec.decoder import DecodeResult
+    from specdec.acceptance import AcceptanceStats
+    from specdec.drafters.base import Drafter
+    from specdec.models.target import Target
 
 __all__ = ["main"]
+
+_CHAT_TEMPLATE = "Jinja file for conversations (default: the tokenizer's)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,23 +54,46 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser("generate", help="complete a prompt")
-    generate.add_argument("--model", required=True, help="target: a folder, a hub id, or 'tiny', the bundled model")
-    generate.add_argument(
-        "--drafter", default="none", help="a kind without weights (none, prompt_lookup, lookahead), a folder or a hub "
-        "id; with --model tiny also any bundled drafter, such as medusa (default: %(default)s)",
-    )  # fmt: skip
+    _add_decoding(generate, max_new_tokens=128)
     generate.add_argument("--prompt", required=True, help="text to complete; '-' reads standard input")
-    generate.add_argument("--tree", help="preset name, JSON file, k_config such as 4,2,2, or length of a chain")
-    generate.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s")
-    generate.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU"
-    )
-    generate.add_argument("--device", help="default: cuda if there is one, else cpu")
     generate.add_argument("--json", action="store_true", help="print tokens, text and statistics as JSON")
     generate.set_defaults(run=_generate)
 
+    chat = commands.add_parser("chat", help="talk with a model; accepted draft tokens are in colour")
+    _add_decoding(chat, max_new_tokens=512)
+    chat.add_argument("--system", help="message that the conversation begins with")
+    chat.add_argument("--chat-template", type=Path, help=_CHAT_TEMPLATE)
+    chat.set_defaults(run=_chat)
+
     _add_training(commands)
     return parser
+
+
+def _add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Options of the commands that decode."""
+    parser.add_argument("--model", required=True, help="target: a folder, a hub id, or 'tiny', the bundled model")
+    parser.add_argument(
+        "--drafter", default="none", help="a kind without weights (none, prompt_lookup, lookahead), a folder or a hub "
+        "id; with --model tiny also any bundled drafter, such as medusa (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--tree", help="preset name, JSON file, k_config such as 4,2,2, or length of a chain")
+    parser.add_argument(
+        "--acceptance", choices=("auto", "greedy", "naive", "rejection", "traversal", "typical"), default="auto",
+        help="which drafted tokens are kept; all but typical are lossless (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--do-sample", action="store_true", help="sample, with the model's own settings where none is given here; "
+        "without this and the next three the most probable tokens are taken",
+    )  # fmt: skip
+    parser.add_argument("--temperature", type=float, help="implies --do-sample; 0 takes the most probable tokens")
+    parser.add_argument("--top-p", type=float, help="implies --do-sample")
+    parser.add_argument("--top-k", type=int, help="implies --do-sample; 0 keeps all tokens")
+    parser.add_argument("--seed", type=int, help="of sampling: the same seed gives the same text")
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help="default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU"
+    )
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
 
 
 def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -125,7 +153,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="a folder, a hub id, or 'tiny', the bundled model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--chat-template", type=Path, help="Jinja file for conversations (default: the tokenizer's)")
+    parser.add_argument("--chat-template", type=Path, help=_CHAT_TEMPLATE)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -137,54 +165,44 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    import torch
     from rich.console import Console
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from specdec.checkpoints import load_drafter
-    from specdec.decoder import Decoder
-    from specdec.demo import stream_completion
-    from specdec.models.target import Target
+    from specdec.generation import SpecDecodeOutput, generate
+    from specdec.text import CompletionStream, describe_run
 
-    _hide_progress_of_loading()
     _check_positive(options, "max_new_tokens")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
-    source, drafter = _target_folder(options.model), _bundled(options.model, options.drafter)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    prompt = tokenizer(text, return_tensors="pt").input_ids[0].long()
+    target, drafter, tokenizer = _load_for_decoding(options)
+    prompt = tokenizer(text, return_tensors="pt").input_ids.long()
     if prompt.numel() == 0:
         raise ValueError("--prompt: expected at least one token, got an empty text")
-    target = Target(AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval())
-    stops = target.model.generation_config.eos_token_id
-    stop_tokens = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
-    decoder = Decoder(target, load_drafter(drafter, target, tree=_tree(options.tree)))
-    if options.json:
-        result = decoder.decode([prompt], options.max_new_tokens, stop_tokens=stop_tokens)
-        print(json.dumps(_record(result, tokenizer)))
-        return 0
     console = Console(highlight=False)
-    result = stream_completion(
-        console, decoder, tokenizer, prompt, max_new_tokens=options.max_new_tokens, stop_tokens=stop_tokens
+    output = generate(
+        target,
+        drafter,
+        prompt.to(target.device),
+        streamer=None if options.json else CompletionStream(console, tokenizer, show_prompt=True),
+        seed=options.seed,
+        max_new_tokens=options.max_new_tokens,
+        return_dict_in_generate=True,
+        **_sampling(options),
     )
-    tokens, stats = result.tokens[0], result.stats
-    speed = len(tokens) / (sum(stats.times_ms.values()) / 1e3)
-    console.print(
-        f"\n{len(tokens)} tokens in {stats.num_target_passes} target passes, tau {stats.tau:.2f}, {speed:.0f} tok/s "
-        f"({decoder.drafter.kind}, {device}, {str(dtype).removeprefix('torch.')})",
-        style="dim",
-    )
+    assert isinstance(output, SpecDecodeOutput)
+    assert output.stats is not None
+    tokens = output.sequences[0, prompt.shape[1] :].tolist()
+    if options.json:
+        print(json.dumps(_record(tokens, output.stats, tokenizer)))
+        return 0
+    place = f"{drafter.kind}, {target.device}, {str(target.dtype).removeprefix('torch.')}"
+    console.print(f"\n{describe_run(len(tokens), output.stats)} ({place})", style="dim")
     return 0
 
 
-def _record(result: "DecodeResult", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def _record(tokens: list[int], stats: "AcceptanceStats", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """One generation for machines; `tau` is null when the first token ended the text."""
-    stats = result.stats
     return {
-        "text": tokenizer.decode(result.tokens[0], skip_special_tokens=True),
-        "tokens": result.tokens[0],
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "tokens": tokens,
         "tau": stats.tau if stats.num_target_passes else None,
         "acceptance_at_depth": stats.acceptance_at_depth,
         "num_target_passes": stats.num_target_passes,
@@ -193,13 +211,43 @@ def _record(result: "DecodeResult", tokenizer: "PreTrainedTokenizerBase") -> dic
     }
 
 
+def _chat(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from specdec.chat import Chat, run_chat
+
+    _check_positive(options, "max_new_tokens")
+    template = options.chat_template.read_text() if options.chat_template else None
+    target, drafter, tokenizer = _load_for_decoding(options)
+    chat = Chat(
+        target, drafter, tokenizer, system=options.system, chat_template=template,
+        max_new_tokens=options.max_new_tokens, seed=options.seed, **_sampling(options),
+    )  # fmt: skip
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - input() then edits lines and remembers them
+    console = Console(highlight=False)
+    console.print(f"{options.model} with {drafter.kind}; /reset begins anew, /exit leaves", style="dim")
+    run_chat(chat, console, lambda: input("> " if is_interactive else ""))
+    return 0
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """How tokens are chosen, as settings of `generate`."""
+    names = ("temperature", "top_p", "top_k")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    do_sample = (options.do_sample or bool(given)) and options.temperature != 0
+    return {"do_sample": do_sample, "acceptance": options.acceptance, **(given if do_sample else {})}
+
+
 def _train(options: argparse.Namespace) -> int:
     _check_can_train("train")
     from specdec.training.data import Texts
     from specdec.training.recipes import Run
     from specdec.training.train import train_drafter
 
-    target, tokenizer = _load_target(options)
+    target, tokenizer = _load_target(options.target, options)
     names = ("epochs", "steps", "batch_size", "accumulate", "learning_rate", "eval_every", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     texts = Texts(
@@ -229,7 +277,7 @@ def _train(options: argparse.Namespace) -> int:
 def _distill(options: argparse.Namespace) -> int:
     from specdec.training.distill import distill
 
-    target, tokenizer = _load_target(options)
+    target, tokenizer = _load_target(options.target, options)
     counts = distill(
         target,
         tokenizer,
@@ -266,8 +314,19 @@ def _check_can_train(command: str) -> None:
         raise RuntimeError(f"{command} needs accelerate: pip install 'specdec-triton[train]'") from None
 
 
-def _load_target(options: argparse.Namespace) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """The target of a training command on its device, and its tokenizer."""
+def _load_for_decoding(options: argparse.Namespace) -> tuple["Target", "Drafter", "PreTrainedTokenizerBase"]:
+    """What a command that decodes names."""
+    from specdec.checkpoints import load_drafter
+    from specdec.models.target import Target
+
+    model, tokenizer = _load_target(options.model, options)
+    target = Target(model)
+    drafter = load_drafter(_bundled(options.model, options.drafter), target, tree=_tree(options.tree))
+    return target, drafter, tokenizer
+
+
+def _load_target(target: str, options: argparse.Namespace) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """The target on its device, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -275,7 +334,7 @@ def _load_target(options: argparse.Namespace) -> tuple["PreTrainedModel", "PreTr
     rank = os.environ.get("LOCAL_RANK", "0")  # set by torchrun
     device = options.device or (f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
-    source = _target_folder(options.target)
+    source = _target_folder(target)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
     return model, AutoTokenizer.from_pretrained(source)
 

@@ -9,7 +9,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-__all__ = ["TINY_FOLDER", "bundled_drafters", "load_tiny", "tiny_drafter"]
+from specdec.checkpoints import load_drafter
+from specdec.drafters.base import Drafter
+from specdec.models.target import Target
+
+__all__ = ["TINY_FOLDER", "bundled_drafters", "load_tiny", "load_tiny_drafters", "tiny_drafter"]
 
 TINY_FOLDER = Path(__file__).parent / "bundled"
 
@@ -25,6 +29,13 @@ def load_tiny(
 def bundled_drafters() -> tuple[str, ...]:
     """Names of the trained drafters that are bundled, sorted."""
     return tuple(sorted(path.name for path in TINY_FOLDER.iterdir() if path.is_dir() and path.name != "target"))
+
+
+def load_tiny_drafters(target: Target) -> dict[str, Drafter | None]:
+    """Every drafter of the bundled target by name: plain decoding ("none"), those without weights, the trained ones."""
+    names = ("prompt_lookup", "lookahead", *bundled_drafters())
+    sources = {name: TINY_FOLDER / name if (TINY_FOLDER / name).exists() else name for name in names}
+    return {"none": None, **{name: load_drafter(source, target) for name, source in sources.items()}}
 
 
 def tiny_drafter(name: str) -> Path:

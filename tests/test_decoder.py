@@ -95,13 +95,12 @@ def test_rows_that_finish_early_keep_their_text(model, plain, generator):
 
 def test_every_emitted_token_is_reported_once_and_in_order(model, generator):
     prompts = random_prompts(generator, [12])
-    calls = []
+    steps = []
     decoder = Decoder(model, PromptLookup(num_draft_tokens=4))
-    result = decoder.decode(prompts, 25, on_tokens=lambda tokens, accepted: calls.append((tokens, accepted)))
-    assert [token for tokens, _ in calls for token in tokens] == result.tokens[0]
-    assert calls[0][1] == 0
-    assert [len(tokens) for tokens, _ in calls[1:]] == result.stats.num_emitted[0]
-    assert all(accepted == len(tokens) - 1 for tokens, accepted in calls)
+    result = decoder.decode(prompts, 25, on_step=lambda report: steps.append(report.new[0]))
+    assert [token for tokens in steps for token in tokens] == result.tokens[0]
+    assert len(steps[0]) == 1, "the prompt's own pass gives the first token"
+    assert [len(tokens) for tokens in steps[1:]] == result.stats.num_emitted[0]
 
 
 class _Poison:
@@ -148,7 +147,7 @@ def test_the_model_can_be_trained_after_decoding(family, generator):
 def test_callbacks_run_outside_of_inference_mode(model, generator):
     modes = []
     (prompt,) = random_prompts(generator, [6])
-    Decoder(model).decode([prompt], 4, on_tokens=lambda *_: modes.append(torch.is_inference_mode_enabled()))
+    Decoder(model).decode([prompt], 4, on_step=lambda _: modes.append(torch.is_inference_mode_enabled()))
     assert modes == [False] * 4
 
 

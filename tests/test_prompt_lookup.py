@@ -6,6 +6,7 @@ from families import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.candidates import TopK
 from specdec.drafters.base import Prompt
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.kernels.verdict import Verdict
@@ -50,7 +51,7 @@ def test_proposes_what_a_plain_search_finds(data):
     roots = [data.draw(st.integers(1, 4)) for _ in texts]
     finished = [False] * len(texts)
     for _ in range(4):
-        tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), lengths)
+        tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), lengths, TopK())
         width = tree.max_depth + 1
         emitted = torch.full((len(texts), width), -1, dtype=torch.int32)
         accepted = torch.full((len(texts),), -1, dtype=torch.int32)

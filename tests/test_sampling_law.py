@@ -17,7 +17,7 @@ import specdec
 from specdec.acceptance import Naive, Rejection, Traversal
 from specdec.decoder import Decoder
 
-NUM_ROWS = 1000
+NUM_ROWS = 600
 PROMPT = torch.tensor([2, 4, 1, 2, 4, 3, 0, 2, 4])
 WARPERS = {
     "plain": {"top_k": 0},
@@ -89,7 +89,7 @@ def sample(kind, rule, settings, num_rows=NUM_ROWS):
 def test_the_first_three_tokens_have_the_targets_law(kind, rule, warpers):
     expected = law(warpers).flatten()
     counts, tau = sample(kind, RULES[rule], WARPERS[warpers])
-    if rule != "naive":  # the most probable draft tokens may all be improbable for the target
+    if rule != "naive" and warpers == "plain":  # elsewhere all drafts may be improbable for the target
         assert tau > 1.02, "nothing was accepted: no rule was at work"
     assert not counts.flatten()[expected == 0].any(), "a token of probability 0 was emitted"
     p_value = chi_square_p_value(counts.flatten(), expected)

@@ -1,0 +1,39 @@
+"""The Python examples of the documents run, on the bundled model."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from specdec.tiny import TINY_FOLDER
+
+ROOT = Path(__file__).resolve().parent.parent
+# What the README names, and what stands in for it on a machine without a GPU or a network.
+STAND_INS = {
+    "meta-llama/Llama-3.1-8B-Instruct": str(TINY_FOLDER / "target"),
+    "torch.bfloat16": "torch.float32",
+    '"cuda"': '"cpu"',
+    "max_new_tokens=256": "max_new_tokens=16",
+}
+
+
+def examples(page):
+    """The Python blocks of a page, at their own line numbers, so that a traceback points into the page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield "\n" * (text[: block.start()].count("\n") + 1) + block.group(1)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/sampling.md"])
+def test_the_examples_run_in_order(page, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("accelerate")  # what transformers needs for device_map
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    count = 0
+    for source in examples(page):
+        for name, stand_in in STAND_INS.items() if page == "README.md" else ():
+            source = source.replace(name, stand_in)
+        exec(compile(source, str(ROOT / page), "exec"), names)
+        count += 1
+    assert count == (ROOT / page).read_text(encoding="utf-8").count("```python\n") > 0
+    assert capsys.readouterr().out
