@@ -2,6 +2,8 @@
 
 import torch
 
+from specdec.kernels.philox import philox
+
 __all__ = ["sample_probs", "sample_race", "warp_logits"]
 
 _TILE, _LANES = 4096, 1024
@@ -117,26 +119,13 @@ def sample_race(
         step.long()[None, None] & _MASK,
         node[None, :, None],
     )
-    words = _philox(counters, seed)
+    words = philox(counters, seed)
     word = torch.stack(words)[v % _TILE // _LANES, :, :, v].movedim(0, -1)
     uniform = ((word.double() + 0.5) / 2**32).clamp(max=1 - 2**-24).to(dtype)
     exponential = -torch.log1p(-uniform)  # E
     x = logits.to(dtype)
     x = x.masked_fill(x.isnan(), float("-inf"))
     return (x - exponential.log()).argmax(-1).int()  # argmax p / E; the first of equal ones
-
-
-def _philox(counters: tuple[torch.Tensor, ...], seed: int) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-10 (Salmon et al. 2011): four words of 32 bits, in int64 tensors, for four counters."""
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counters)
-    key0, key1 = seed & _MASK, seed >> 32 & _MASK
-    for _ in range(10):
-        # products of two 32-bit words wrap around in int64, but keep their bits
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c2 = (product1 >> 32 & _MASK) ^ c1 ^ key0, (product0 >> 32 & _MASK) ^ c3 ^ key1
-        c1, c3 = product1 & _MASK, product0 & _MASK
-        key0, key1 = key0 + 0x9E3779B9 & _MASK, key1 + 0xBB67AE85 & _MASK
-    return c0, c1, c2, c3
 
 
 def sample_probs(
