@@ -13,15 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.acceptance import AcceptanceRule, AcceptanceStats, Greedy, Limits
-from specdec.draft_tree import DraftTree
-from specdec.drafters.base import Drafter, Prompt
+from specdec.decode_state import DecodeState
+from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.drafters.none import NoDrafter
 from specdec.kernels.launch import Backend
-from specdec.kernels.verdict import Verdict
 from specdec.models.cache import KVCache
 from specdec.models.target import Target
 from specdec.processing import Processing
-from specdec.randomness import Uniforms, row_seeds
+from specdec.randomness import row_seeds
 from specdec.timing import PhaseTimer
 
 __all__ = ["DecodeResult", "DecodeState", "Decoder", "NonFiniteLogitsError", "OnStep", "StepReport", "without_autograd"]
@@ -29,64 +28,6 @@ __all__ = ["DecodeResult", "DecodeState", "Decoder", "NonFiniteLogitsError", "On
 
 class NonFiniteLogitsError(RuntimeError):
     """The target's logits are NaN, so that no token can be chosen."""
-
-
-@dataclass(slots=True)
-class DecodeState:
-    """Everything that changes from step to step, on the device.
-
-    Attributes:
-        prompt: the prompts.
-        cache: the target's keys and values, with the committed length of each row.
-        uniforms: the random numbers of this call.
-        root: [B] int32, last emitted token, not yet in the cache.
-        budget: [B] int32, tokens that each row may still emit; 0 for a finished row.
-        output: [B, max_new_tokens + slack] int32, emitted tokens, -1 padded.
-        num_output: [B] int64, emitted tokens per row.
-        first_nan_step: [] int32, the first step whose logits held NaN (0 is prefill); -1 if there is none.
-    """
-
-    prompt: Prompt
-    cache: KVCache
-    uniforms: Uniforms
-    root: torch.Tensor
-    budget: torch.Tensor
-    output: torch.Tensor
-    num_output: torch.Tensor
-    first_nan_step: torch.Tensor
-
-    def emit(self, tokens: torch.Tensor, counts: torch.Tensor, stop_tokens: torch.Tensor | None) -> None:
-        """Append [B, P] tokens, of which `counts [B]` are real, and end the rows that emitted a stop token."""
-        columns = self.num_output[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.output.scatter_(1, columns, tokens)  # what is written past a row's count is overwritten by its next step
-        self.num_output += counts
-        self.budget -= counts
-        if stop_tokens is not None:
-            stopped = (self.root[:, None] == stop_tokens).any(1)
-            self.budget.masked_fill_(stopped, 0)
-
-    def history(self) -> torch.Tensor:
-        """[B, H] int32: the tokens before the root, -1 where there is none."""
-        prompt = self.prompt
-        columns = torch.arange(prompt.tokens.shape[1], device=prompt.tokens.device)
-        text = torch.where(columns < prompt.lengths[:, None], prompt.tokens, -1).int()
-        emitted = torch.arange(self.output.shape[1], device=self.output.device)
-        return torch.cat((text, torch.where(emitted < self.num_output[:, None] - 1, self.output, -1)), 1)
-
-    def cut(self, row: int, num_dropped: int) -> None:
-        """End a row, without the last `num_dropped` of the tokens that its last step emitted."""
-        kept = int(self.num_output[row]) - num_dropped
-        self.output[row, kept:] = -1
-        self.num_output[row] = kept
-        self.root[row] = self.output[row, kept - 1]
-        self.cache.lengths[row] -= num_dropped
-        self.budget[row] = 0
-
-    def note_nan(self, logits: torch.Tensor, step: int) -> None:
-        """Remember the first step whose logits hold NaN."""
-        # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
-        is_new = torch.isnan(logits.sum(dtype=torch.float32)) & (self.first_nan_step < 0)
-        self.first_nan_step.masked_fill_(is_new, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,40 +130,44 @@ class Decoder:
         prompt = self._pad(prompts, max_new_tokens)
         seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, len(prompts))
         call = _Call(
+            self.drafter,
             torch.tensor(stop_tokens, dtype=torch.int32, device=self.target.device) if stop_tokens else None,
             Processing.none() if processing is None else processing,
             PhaseTimer(self.target.device),
         )
-        emitted: list[torch.Tensor] = []
-        reach: list[torch.Tensor] = []
+        room = Room(len(prompts), prompt.max_length, prompt.tokens.shape[1], max_new_tokens)
         with without_autograd(self.target.device), self.target.hooked(), self.drafter.session():
             with call.timer.phase("prefill"):
-                state, report = self._prefill(prompt, max_new_tokens, Uniforms(seeds.to(self.target.device)), call)
+                state = self._new_state(room, self.target.device)
+                call.drafter.allocate(room, self.target.device)
+                state.begin(prompt, max_new_tokens, seeds.to(self.target.device))
+                report = self._prefill(state, prompt, call)
             if on_step is not None:
                 self._tell(state, report, on_step)
             while self._is_running(state):
-                verdict, tree, report = self.step(state, call, step=len(emitted) + 1)
-                counts = verdict.num_emitted
+                report = self.step(state, call)
                 if on_step is not None:
-                    counts = counts - self._tell(state, report, on_step)
-                emitted.append(counts)
-                reach.append(tree.reach)
+                    self._tell(state, report, on_step)
+        num_emitted, reach, num_steps = state.counts(len(prompts))
         stats = AcceptanceStats(
-            *_per_row(emitted, reach, batch_size=len(prompts)),
+            num_emitted,
+            reach,
             lossless=self.acceptance.lossless,
             times_ms=call.timer.times_ms(),
-            num_target_passes=len(emitted),
+            num_target_passes=num_steps,
         )
-        num_output = state.num_output.tolist()
-        tokens = [row[:count] for row, count in zip(state.output.tolist(), num_output, strict=True)]
-        return DecodeResult(tokens, stats, state.cache)
+        return DecodeResult(state.tokens(len(prompts)), stats, state.cache)
 
-    def step(self, state: DecodeState, call: "_Call", step: int) -> tuple[Verdict, DraftTree, "_Report"]:
-        """One step. Emits `num_accepted + 1` tokens per running row."""
+    def step(self, state: DecodeState, call: "_Call") -> "_Report":
+        """One step. Emits `num_accepted + 1` tokens per running row.
+
+        It never asks the device for anything, and its shapes do not depend on data: the loop may run it as it is, or
+        capture it once and replay it.
+        """
         state.uniforms.next_step()
         with call.timer.phase("draft"):
             choose = self.acceptance.chooser(call.processing.law, state.uniforms)
-            tree = self.drafter.draft(state.root, state.cache.lengths, choose)
+            tree = call.drafter.draft(state.root, state.cache.lengths, choose)
         with call.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
         with call.timer.phase("verify"):
@@ -230,13 +175,12 @@ class Decoder:
             processed = call.processing(output.logits, tree, history, state.budget > 0)
             limits = Limits(state.budget, call.stop_tokens, self.backend)
             verdict = self.acceptance.verify(tree, processed, limits, state.uniforms)
-            state.note_nan(output.logits, step)
+            state.note_nan(output.logits)
         with call.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)
-            self.drafter.commit(verdict, output)
-            state.root = verdict.next_root
-            state.emit(verdict.emitted, verdict.num_emitted, call.stop_tokens)
-        return verdict, tree, _Report(verdict.emitted, verdict.num_emitted, verdict.path, output.logits, processed)
+            call.drafter.commit(verdict, output)
+            state.emit_step(verdict, tree.reach, call.stop_tokens)
+        return _Report(verdict.emitted, verdict.num_emitted, verdict.path, output.logits, processed)
 
     def check_prompts(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
         """Raise ValueError for prompts that `decode` would refuse."""
@@ -263,64 +207,46 @@ class Decoder:
             max_length=max(lengths) + max_new_tokens,
         )
 
-    def _prefill(
-        self, prompt: Prompt, max_new_tokens: int, uniforms: Uniforms, call: "_Call"
-    ) -> tuple[DecodeState, "_Report"]:
-        """Run the prompt, start the drafter and emit the first token."""
-        device, batch_size = self.target.device, prompt.lengths.shape[0]
+    def _new_state(self, room: Room, device: torch.device) -> DecodeState:
         shape = self.drafter.shape
-        state = DecodeState(
-            prompt=prompt,
-            cache=self.target.new_cache(batch_size, prompt.max_length + shape.num_nodes),
-            uniforms=uniforms,
-            root=torch.zeros(batch_size, dtype=torch.int32, device=device),
-            budget=torch.full((batch_size,), max_new_tokens, dtype=torch.int32, device=device),
-            output=torch.full((batch_size, max_new_tokens + shape.max_depth + 1), -1, dtype=torch.int32, device=device),
-            num_output=torch.zeros(batch_size, dtype=torch.int64, device=device),
-            first_nan_step=torch.full((), -1, dtype=torch.int32, device=device),
-        )
+        return DecodeState.new(self.target, room, num_nodes=shape.num_nodes, max_depth=shape.max_depth, device=device)
+
+    def _prefill(self, state: DecodeState, prompt: Prompt, call: "_Call") -> "_Report":
+        """Run the prompt, start the drafter and emit the first token."""
         output = self.target.prefill(prompt.tokens, prompt.lengths, state.cache)
-        self.drafter.start(prompt, output)
+        call.drafter.start(prompt, output)
         logits = output.logits[:, None]
         history = state.history() if call.processing.needs_history else None
-        processed = call.processing(logits, None, history, state.budget > 0)
-        state.root = self.acceptance.first(processed[:, 0], uniforms)
-        state.note_nan(logits, step=0)
-        counts = torch.ones_like(state.root)
-        state.emit(state.root[:, None], counts, call.stop_tokens)
-        path = torch.zeros_like(state.root)[:, None]
-        return state, _Report(state.root[:, None], counts, path, logits, processed)
+        is_running = state.budget > 0
+        processed = call.processing(logits, None, history, is_running)
+        root = self.acceptance.first(processed[:, 0], state.uniforms)
+        state.note_nan(logits, is_prefill=True)
+        counts = is_running.int()
+        state.emit(root, root[:, None], counts, call.stop_tokens)
+        return _Report(root[:, None], counts, torch.zeros_like(root)[:, None], logits, processed)
 
-    def _tell(self, state: DecodeState, report: "_Report", on_step: OnStep) -> torch.Tensor:
-        """Report to the host and cut the rows that it ends; returns how many tokens each row lost, [B] int32."""
-        self._check_finite(state)
+    def _tell(self, state: DecodeState, report: "_Report", on_step: OnStep) -> None:
+        """Report to the host and cut the rows that it ends."""
+        _check_finite(int(state.progress[1]))
         counts = report.counts.tolist()
         new = [row[:count] for row, count in zip(report.emitted.tolist(), counts, strict=True)]
         with torch.inference_mode(False), torch.no_grad():  # the caller's code is none of ours
             kept = on_step(StepReport(new, report.path, report.logits, report.processed)) or {}
-        dropped = torch.zeros_like(report.counts)
         for row, count in kept.items():
-            dropped[row] = counts[row] - count
             state.cut(row, counts[row] - count)
-        return dropped
 
     def _is_running(self, state: DecodeState) -> bool:
         """Whether any row may still emit; one small copy to the host."""
-        self._check_finite(state)
-        return bool(state.budget.any())
-
-    @staticmethod
-    def _check_finite(state: DecodeState) -> None:
-        step = int(state.first_nan_step)
-        if step >= 0:
-            where = "while the prompt was run (step 0)" if step == 0 else f"at step {step}"
-            raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")
+        is_running, first_nan_step = state.progress.tolist()
+        _check_finite(first_nan_step)
+        return bool(is_running)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What stays the same during one call of `decode`."""
+    """What stays the same during one call of `decode`, and for as long as a captured step is replayed."""
 
+    drafter: Drafter
     stop_tokens: torch.Tensor | None
     processing: Processing
     timer: PhaseTimer
@@ -345,16 +271,7 @@ def without_autograd(device: torch.device) -> AbstractContextManager[Any]:
     return torch.inference_mode() if device.type == "cpu" else torch.no_grad()
 
 
-def _per_row(
-    emitted: list[torch.Tensor], reach: list[torch.Tensor], batch_size: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Turn per-step [B] counts into lists per row, leaving out the steps after a row had finished."""
-    rows_emitted: list[list[int]] = [[] for _ in range(batch_size)]
-    rows_reach: list[list[int]] = [[] for _ in range(batch_size)]
-    if emitted:
-        for step_emitted, step_reach in zip(torch.stack(emitted).tolist(), torch.stack(reach).tolist(), strict=True):
-            for row, count in enumerate(step_emitted):
-                if count:
-                    rows_emitted[row].append(count)
-                    rows_reach[row].append(step_reach[row])
-    return rows_emitted, rows_reach
+def _check_finite(first_nan_step: int) -> None:
+    if first_nan_step >= 0:
+        where = "while the prompt was run (step 0)" if first_nan_step == 0 else f"at step {first_nan_step}"
+        raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")
