@@ -130,6 +130,7 @@ def generate(
         seed=seed,
         processing=processing,
         on_step=host if host.is_needed else None,
+        keep_cache=bool(config.return_dict_in_generate),
     )
     host.end()
     return _output(target, ids, keep, settings, result, host)
@@ -214,6 +215,7 @@ def _past_key_values(target: Target, keep: torch.Tensor, result: DecodeResult, w
     """Keys and values of all returned ids but the last column, as transformers keeps them; zeros at padding."""
     counts = torch.tensor([len(tokens) for tokens in result.tokens], device=keep.device)
     cache = result.cache
+    assert cache is not None
     if bool((counts < width).any()):  # rows that ended early: their last token was never run
         last = torch.tensor([tokens[-1:] for tokens in result.tokens], device=keep.device)
         depth = torch.zeros(1, 1, dtype=torch.int32, device=keep.device)
