@@ -98,7 +98,7 @@ def accept_traversal(
     tables = TraversalTables.of(shape, tokens.device) if tables is None else tables
     weights = traversal_weights(tokens, shape, logits, draft_logits, draft_row)
     is_accepted = uniform[:, tables.order] < weights.weight[:, tables.order]
-    is_accepted[:, -1] = True  # the root was emitted long ago
+    is_accepted[:, -1].fill_(True)  # the root was emitted long ago
     accepted = tables.order[is_accepted.int().argmax(1)]  # [B]
     law = weights.law[torch.arange(tokens.shape[0], device=tokens.device), accepted]
     next_root = draw(law, uniform_final).int()
