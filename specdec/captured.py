@@ -232,7 +232,7 @@ class _Memory:
 class CapturedSteps:
     """The captured steps of one decoder, by batch bucket and what else a step depends on.
 
-    Per batch bucket there is one memory: a longer text gets a larger one in its place, a shorter one uses what there is.
+    Per batch bucket there is one memory. A longer text gets a larger one in its place, a shorter one uses it as it is.
 
     Args:
         engine: what records.
@@ -332,5 +332,6 @@ class CapturedSteps:
 def new_drafter(drafter: Drafter, room: Room, device: torch.device) -> Drafter:
     """A shallow copy of a bound drafter with a state of its own."""
     own = copy.copy(drafter)
+    vars(own).pop("kept_decoder", None)
     own.allocate(room, device)
     return own

@@ -80,7 +80,7 @@ class DecodeState:
             # a step writes all places of its longest path; what is past a row's count is overwritten by its next step
             output=full(rows, room.max_new_tokens + max_depth + 1, value=-1),
             num_output=full(rows, value=0, dtype=torch.int64),
-            progress=torch.tensor([0, -1], dtype=torch.int32).to(device),
+            progress=full(2, value=-1),
             num_steps=full(1, value=0, dtype=torch.int64),
             # prefill emits a token, so a generation has max_new_tokens - 1 steps; the last place is for surplus ones
             step_emitted=full(room.max_new_tokens, rows, value=0),

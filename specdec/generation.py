@@ -112,7 +112,7 @@ def generate(
         device=target.device,
         backend=target.backend,
     )
-    decoder = Decoder(target, proposer, acceptance=rule)
+    decoder = _decoder(target, proposer, rule, keep=proposer is drafter)
     decoder.check_prompts(prompts, settings.max_new_tokens)
     host = HostSteps(
         prompts,
@@ -182,6 +182,22 @@ def hf_generate(
         tree=tree,
         seed=seed,
     )  # fmt: skip
+
+
+def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bool) -> Decoder:
+    """A decoder; with `keep`, that of an earlier call with the same objects, and what it captured.
+
+    It lives as long as the drafter. With a drafter that was made for this call alone nothing is captured: no later call
+    could use it.
+    """
+    known = drafter.kept_decoder
+    if keep and known is not None and known.target.model is target.model and known.acceptance == rule:
+        drafter.bind(known.target)  # it may have served another target meanwhile
+        return known
+    decoder = Decoder(target, drafter, acceptance=rule, capture=keep)
+    if keep and decoder.captured is not None:
+        drafter.kept_decoder = decoder
+    return decoder
 
 
 def _stop_strings(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -63,12 +63,14 @@ class Drafter(ABC):
             topology, declares the attribute again as a `TreeShape`.
         sampling_rule: name of the lossless acceptance rule that serves it best when tokens are sampled.
         shares_candidates: whether children of several parents may come from one list of candidates.
+        kept_decoder: the decoder that `generate` keeps with this drafter, for the steps that it captured.
     """
 
     kind: ClassVar[str]
     shape: TreeShape | DynamicTree
     sampling_rule: str = "naive"
     shares_candidates: ClassVar[bool] = True
+    kept_decoder: Any = None
 
     @property
     def can_sample(self) -> bool:

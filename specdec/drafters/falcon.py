@@ -81,6 +81,9 @@ class Falcon(NetworkDrafter):
         self._passes = self._blocks.passes(target.device)
         self._num_ranks = self.shape.max_rank + 1
         self._keep = self.network.config.block_size - 1
+        width = self.shape.max_depth + 1 + self._keep
+        words = _first_words(width, max(width, self._blocks.num_slots))
+        self._first_words = torch.from_numpy(words).to(target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The LSTM's state; keys and values of the layer, for the text and the blocks of the tree."""
@@ -99,8 +102,6 @@ class Falcon(NetworkDrafter):
             cache, max_new=max_new, feature_size=self.network.config.hidden_size, keep=self._keep
         )
         self._rows = torch.arange(batch_size, device=device)
-        widest = max(self._prefix.width, self._blocks.num_slots)
-        self._first_words = torch.from_numpy(_first_words(self._prefix.width, widest)).to(device)
         self._state = torch.zeros(batch_size, self.network.state_size, dtype=self._target.dtype, device=device)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
