@@ -13,7 +13,9 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,7 +23,7 @@ import torch
 
 from specdec.kernels.launch import Backend
 
-__all__ = ["REGISTERED", "op"]
+__all__ = ["REGISTERED", "as_ops", "op"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +32,22 @@ _registered: dict[str, Any] = {}
 
 REGISTERED: Mapping[str, Any] = MappingProxyType(_registered)
 """The overload `torch.ops.specdec.<name>.default` of every op whose module was imported, by name."""
+
+_as_ops: ContextVar[bool] = ContextVar("_as_ops", default=False)
+
+
+@contextmanager
+def as_ops() -> Iterator[None]:
+    """Make eager calls inside the block go through `torch.ops.specdec` too.
+
+    A `TorchDispatchMode` then sees each call as one op, as a GPU sees one kernel, and not what a launcher or a
+    reference does on the host.
+    """
+    token = _as_ops.set(True)
+    try:
+        yield
+    finally:
+        _as_ops.reset(token)
 
 
 def op(*, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -69,7 +87,7 @@ def op(*, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]
 
         @functools.wraps(launcher)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or _as_ops.get():
                 return restore(overload(*args, **kwargs))
             return launcher(*args, **kwargs)
 

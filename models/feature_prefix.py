@@ -55,16 +55,23 @@ class FeaturePrefix:
         cache: empty cache of the draft network, with a slot per committed token, for `max_new` pairs beyond, and for
             whatever the drafter itself writes beyond.
         max_new: most pairs that one step adds: the deepest tree's depth + 1.
+        feature_size: F, width of the target's states.
         keep: newest pairs that are run again with every draft, beside the new ones. Falcon keeps k - 1, so that the
             newest k pairs are one block.
     """
 
-    def __init__(self, cache: KVCache, *, max_new: int, keep: int = 0) -> None:
+    def __init__(self, cache: KVCache, *, max_new: int, feature_size: int, keep: int = 0) -> None:
+        device, batch_size = cache.lengths.device, cache.lengths.shape[0]
         self.cache = cache
         self.width = max_new + keep
         self.keep = keep
-        self._columns = torch.arange(self.width, device=cache.lengths.device)
-        self._chain = _chain_words(self.width).to(cache.lengths.device)[None]
+        self._columns = torch.arange(self.width, device=device)
+        self._chain = _chain_words(self.width).to(device)[None]
+        # what is pending: always these tensors, as a captured step is replayed on their addresses
+        self._features = torch.zeros(batch_size, self.width, feature_size, dtype=cache.data.dtype, device=device)
+        self._tokens = torch.zeros(batch_size, self.width, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._kept = torch.zeros_like(self._counts)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -86,9 +93,9 @@ class FeaturePrefix:
         first = self.cache.lengths.long()[:, None] + self._columns
         inside = first.clamp(max=tokens.shape[1] - 1)
         following = (first + 1).clamp(max=tokens.shape[1] - 1)
-        self._features = features.gather(1, inside[:, :, None].expand(-1, -1, features.shape[2]))
-        self._tokens = tokens.gather(1, following)
-        self._counts = lengths.long() - self.cache.lengths
+        self._features.copy_(features.gather(1, inside[:, :, None].expand(-1, -1, features.shape[2])))
+        self._tokens.copy_(tokens.gather(1, following))
+        self._counts.copy_(lengths - self.cache.lengths)
         num_pairs = tokens.shape[1] - 1
         if num_pairs == 0:
             return None
@@ -109,7 +116,7 @@ class FeaturePrefix:
             ancestors: [B or 1, width, W] int32 words of what each pair sees of the pending ones; causal by default.
         """
         last = (self._counts - 1).clamp(min=0)[:, None]
-        self._tokens = self._tokens.scatter(1, last, root.long()[:, None])
+        self._tokens.scatter_(1, last, root.long()[:, None])
         visible = self.visible(self._columns.int()[None], self._chain if ancestors is None else ancestors)
         return Pairs(
             self._features, self._tokens, self._counts, visible.positions, CachedAttention(self.cache, visible)
@@ -134,8 +141,9 @@ class FeaturePrefix:
 
     def advance(self) -> None:
         """Count the pairs of the last `read` as committed, all but those to keep."""
-        self._kept = self._counts.clamp(max=self.keep)
-        self.cache.lengths += (self._counts - self._kept).int()
+        self.cache.lengths += (self._counts - self.keep).clamp(min=0).int()
+        if self.keep:
+            self._kept.copy_(self._counts.clamp(max=self.keep))
 
     def commit(self, verdict: Verdict, features: torch.Tensor) -> None:
         """Take in the accepted nodes; `features [B, N, F]` are the target's at all nodes.
@@ -153,8 +161,9 @@ class FeaturePrefix:
             ).clamp(max=self.width + path.shape[1] - 1)
             new = torch.cat((self._features, new), 1).gather(1, source[:, :, None].expand(-1, -1, features.shape[2]))
             tokens = torch.cat((self._tokens, tokens), 1).gather(1, source)
-        self._features, self._tokens = new, tokens
-        self._counts = (verdict.num_accepted.long() + 1) + (self._kept if self.keep else 0)
+        self._features.copy_(new)
+        self._tokens.copy_(tokens)
+        self._counts.copy_(verdict.num_emitted + self._kept if self.keep else verdict.num_emitted)
 
 
 def _chain_words(length: int) -> torch.Tensor:

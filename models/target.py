@@ -109,8 +109,11 @@ class Target:
             self._compare_with_own_forward()
             _COMPARED.add(model)
 
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """A zeroed cache for `batch_size` rows of `capacity` slots (tokens and tree nodes) each."""
+    def new_cache(self, batch_size: int, capacity: int, device: torch.device | None = None) -> KVCache:
+        """A zeroed cache for `batch_size` rows of `capacity` slots (tokens and tree nodes) each.
+
+        It is on the model's device; on "meta" it takes no memory and tells its size.
+        """
         return KVCache(
             num_layers=self.num_layers,
             batch_size=batch_size,
@@ -118,7 +121,7 @@ class Target:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,
-            device=self.device,
+            device=self.device if device is None else device,
             backend=self.backend,
         )
 

@@ -202,6 +202,7 @@ class Traversal(AcceptanceRule):
             law_row,
             uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
             uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
+            tables=tree.traversal,
             **limits.arguments(),
         )
 
@@ -300,6 +301,8 @@ class AcceptanceStats:
         lossless: whether the acceptance rule is.
         times_ms: wall time per phase: prefill, draft, score, verify, commit. On a GPU these are times of the device.
         num_target_passes: scoring passes over the batch; prefill is not counted.
+        captured: whether the steps were replayed from one that was captured as a CUDA graph. Then times_ms has one
+            entry for all of them, `steps`, instead of those from draft to commit. False on a CPU.
     """
 
     num_emitted: list[list[int]]
@@ -307,6 +310,7 @@ class AcceptanceStats:
     lossless: bool
     times_ms: dict[str, float]
     num_target_passes: int
+    captured: bool = False
 
     @property
     def tau(self) -> float:

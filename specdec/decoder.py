@@ -4,8 +4,9 @@ Five nouns (`DraftTree`, `TargetOutput`, `Verdict`, `DecodeState`, `AcceptanceSt
 which kind of drafter it drives: a chain is a tree, and plain decoding is the tree of one node.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.acceptance import AcceptanceRule, AcceptanceStats, Greedy, Limits
-from specdec.draft_tree import DraftTree
-from specdec.drafters.base import Drafter, Prompt
+from specdec.captured import CapturedStep, CapturedSteps, CudaGraphs, Engine, new_drafter
+from specdec.decode_state import DecodeState
+from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.drafters.none import NoDrafter
 from specdec.kernels.launch import Backend
-from specdec.kernels.verdict import Verdict
+from specdec.memory_plan import Description, MemoryPlan
 from specdec.models.cache import KVCache
 from specdec.models.target import Target
 from specdec.processing import Processing
-from specdec.randomness import Uniforms, row_seeds
+from specdec.randomness import row_seeds
 from specdec.timing import PhaseTimer
 
 __all__ = ["DecodeResult", "DecodeState", "Decoder", "NonFiniteLogitsError", "OnStep", "StepReport", "without_autograd"]
@@ -29,64 +31,6 @@ __all__ = ["DecodeResult", "DecodeState", "Decoder", "NonFiniteLogitsError", "On
 
 class NonFiniteLogitsError(RuntimeError):
     """The target's logits are NaN, so that no token can be chosen."""
-
-
-@dataclass(slots=True)
-class DecodeState:
-    """Everything that changes from step to step, on the device.
-
-    Attributes:
-        prompt: the prompts.
-        cache: the target's keys and values, with the committed length of each row.
-        uniforms: the random numbers of this call.
-        root: [B] int32, last emitted token, not yet in the cache.
-        budget: [B] int32, tokens that each row may still emit; 0 for a finished row.
-        output: [B, max_new_tokens + slack] int32, emitted tokens, -1 padded.
-        num_output: [B] int64, emitted tokens per row.
-        first_nan_step: [] int32, the first step whose logits held NaN (0 is prefill); -1 if there is none.
-    """
-
-    prompt: Prompt
-    cache: KVCache
-    uniforms: Uniforms
-    root: torch.Tensor
-    budget: torch.Tensor
-    output: torch.Tensor
-    num_output: torch.Tensor
-    first_nan_step: torch.Tensor
-
-    def emit(self, tokens: torch.Tensor, counts: torch.Tensor, stop_tokens: torch.Tensor | None) -> None:
-        """Append [B, P] tokens, of which `counts [B]` are real, and end the rows that emitted a stop token."""
-        columns = self.num_output[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.output.scatter_(1, columns, tokens)  # what is written past a row's count is overwritten by its next step
-        self.num_output += counts
-        self.budget -= counts
-        if stop_tokens is not None:
-            stopped = (self.root[:, None] == stop_tokens).any(1)
-            self.budget.masked_fill_(stopped, 0)
-
-    def history(self) -> torch.Tensor:
-        """[B, H] int32: the tokens before the root, -1 where there is none."""
-        prompt = self.prompt
-        columns = torch.arange(prompt.tokens.shape[1], device=prompt.tokens.device)
-        text = torch.where(columns < prompt.lengths[:, None], prompt.tokens, -1).int()
-        emitted = torch.arange(self.output.shape[1], device=self.output.device)
-        return torch.cat((text, torch.where(emitted < self.num_output[:, None] - 1, self.output, -1)), 1)
-
-    def cut(self, row: int, num_dropped: int) -> None:
-        """End a row, without the last `num_dropped` of the tokens that its last step emitted."""
-        kept = int(self.num_output[row]) - num_dropped
-        self.output[row, kept:] = -1
-        self.num_output[row] = kept
-        self.root[row] = self.output[row, kept - 1]
-        self.cache.lengths[row] -= num_dropped
-        self.budget[row] = 0
-
-    def note_nan(self, logits: torch.Tensor, step: int) -> None:
-        """Remember the first step whose logits hold NaN."""
-        # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
-        is_new = torch.isnan(logits.sum(dtype=torch.float32)) & (self.first_nan_step < 0)
-        self.first_nan_step.masked_fill_(is_new, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +61,13 @@ class DecodeResult:
     Attributes:
         tokens: per row, the emitted tokens.
         stats: what the steps accepted and how long they took.
-        cache: keys and values of all tokens but each row's last.
+        cache: keys and values of all tokens but each row's last; its own memory, which no later call overwrites. None
+            if it was not asked for.
     """
 
     tokens: list[list[int]]
     stats: AcceptanceStats
-    cache: KVCache
+    cache: KVCache | None
 
 
 class Decoder:
@@ -133,6 +78,8 @@ class Decoder:
         drafter: what proposes tokens; None for plain decoding.
         acceptance: the acceptance rule; greedy by default.
         backend: what runs the kernels; by default decided by the device. A `Target` has decided already.
+        capture: on a GPU, capture a step and replay it wherever no code on the host has to see every step. False for
+            the eager loop in any case; another `Engine` in place of CUDA graphs is for tests.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the model is not supported, or the drafter does not fit it.
@@ -145,6 +92,7 @@ class Decoder:
         *,
         acceptance: AcceptanceRule | None = None,
         backend: Backend | None = None,
+        capture: bool | Engine = True,
     ) -> None:
         self.target = model if isinstance(model, Target) else Target(model, backend=backend)
         if backend not in (None, self.target.backend):
@@ -160,6 +108,13 @@ class Decoder:
                 f"got {self.drafter.shape.max_depth}"
             )
         self.drafter.bind(self.target)
+        if capture is True:
+            on_gpu = self.target.device.type == "cuda" and self.backend == "triton"
+            capture = CudaGraphs(self.target.device) if on_gpu else False
+        self.captured: CapturedSteps | None = None
+        if not isinstance(capture, bool):
+            self.captured = CapturedSteps(capture, self._lay_out, self.target.max_positions)
+        self._addresses: list[int] = []
 
     def decode(
         self,
@@ -170,8 +125,11 @@ class Decoder:
         seed: int | Sequence[int] | torch.Generator | None = None,
         processing: Processing | None = None,
         on_step: OnStep | None = None,
+        keep_cache: bool = True,
     ) -> DecodeResult:
         """Decode a batch of prompts.
+
+        The first call of its sizes captures a step where steps are captured, which takes a moment; see `warmup`.
 
         Args:
             prompts: one 1-D int64 tensor of at least one token per row, without padding.
@@ -179,50 +137,112 @@ class Decoder:
             stop_tokens: tokens after which a row ends; the stop token itself is emitted.
             seed: of the random numbers, as in `specdec.randomness.row_seeds`; greedy decoding needs none.
             processing: what happens to the target's logits before tokens are chosen.
-            on_step: called after prefill and after every step; costs a synchronisation per step.
+            on_step: called after prefill and after every step; costs a synchronisation per step, and captures nothing.
+            keep_cache: return the keys and values, which after captured steps are copied for that.
 
         Raises:
             ValueError: an empty prompt, or more tokens than fit into the model's context.
             NonFiniteLogitsError: the target's logits are NaN; the message says at which step.
         """
         self.check_prompts(prompts, max_new_tokens)
-        prompt = self._pad(prompts, max_new_tokens)
-        seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, len(prompts))
-        call = _Call(
-            torch.tensor(stop_tokens, dtype=torch.int32, device=self.target.device) if stop_tokens else None,
-            Processing.none() if processing is None else processing,
-            PhaseTimer(self.target.device),
-        )
-        emitted: list[torch.Tensor] = []
-        reach: list[torch.Tensor] = []
-        with without_autograd(self.target.device), self.target.hooked(), self.drafter.session():
-            with call.timer.phase("prefill"):
-                state, report = self._prefill(prompt, max_new_tokens, Uniforms(seeds.to(self.target.device)), call)
-            if on_step is not None:
-                self._tell(state, report, on_step)
-            while self._is_running(state):
-                verdict, tree, report = self.step(state, call, step=len(emitted) + 1)
-                counts = verdict.num_emitted
-                if on_step is not None:
-                    counts = counts - self._tell(state, report, on_step)
-                emitted.append(counts)
-                reach.append(tree.reach)
-        stats = AcceptanceStats(
-            *_per_row(emitted, reach, batch_size=len(prompts)),
-            lossless=self.acceptance.lossless,
-            times_ms=call.timer.times_ms(),
-            num_target_passes=len(emitted),
-        )
-        num_output = state.num_output.tolist()
-        tokens = [row[:count] for row, count in zip(state.output.tolist(), num_output, strict=True)]
-        return DecodeResult(tokens, stats, state.cache)
+        device, num_rows = self.target.device, len(prompts)
+        seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows).to(device)
+        stops = torch.tensor(stop_tokens, dtype=torch.int32, device=device) if stop_tokens else None
+        processing = Processing.none() if processing is None else processing
+        timer = PhaseTimer(device)
+        max_length = max(map(len, prompts)) + max_new_tokens
+        with self._running():
+            captured = None
+            if on_step is None and max_new_tokens > 1:
+                captured = self._find_captured(num_rows, max_length, processing, len(stop_tokens), timer)
+            rows = num_rows if captured is None else captured.state.room.batch_size
+            prompt = self._pad(prompts, rows, max_length)
+            with timer.phase("prefill"):
+                if captured is None:
+                    drafter = self.drafter
+                    state = self._new_state(Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens), device)
+                    drafter.allocate(state.room, device)
+                else:
+                    state, drafter = captured.state, captured.drafter
+                call = _Call(drafter, stops, processing, timer)
+                state.begin(prompt, max_new_tokens, seeds)
+                report = self._prefill(state, prompt, call)
+            if captured is None:
+                self._run_eagerly(state, call, report, on_step)
+            else:
+                self._replay(captured, stops, max_new_tokens - 1, timer)
+            num_emitted, reach, num_steps = state.counts(num_rows)
+            stats = AcceptanceStats(
+                num_emitted,
+                reach,
+                lossless=self.acceptance.lossless,
+                times_ms=timer.times_ms(),
+                num_target_passes=num_steps,
+                captured=captured is not None,
+            )
+            tokens = state.tokens(num_rows)
+            cache = state.cache if captured is None else self._copy_cache(state, num_rows) if keep_cache else None
+        return DecodeResult(tokens, stats, cache)
 
-    def step(self, state: DecodeState, call: "_Call", step: int) -> tuple[Verdict, DraftTree, "_Report"]:
-        """One step. Emits `num_accepted + 1` tokens per running row."""
+    def warmup(
+        self,
+        *,
+        batch_size: int = 1,
+        max_length: int,
+        num_stop_tokens: int = 0,
+        processing: Processing | None = None,
+    ) -> bool:
+        """Capture a step ahead of the first call that needs it.
+
+        Args:
+            batch_size: rows of the calls to come.
+            max_length: most tokens of a row, prompt and new ones together; shorter calls use the same step.
+            num_stop_tokens: how many stop tokens they give.
+            processing: one with the same settings.
+
+        Returns:
+            Whether there is a captured step now; False where steps run eagerly.
+        """
+        if not 2 <= max_length <= self.target.max_positions:
+            raise ValueError(f"max_length: expected 2 to {self.target.max_positions}, got {max_length}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        processing = Processing.none() if processing is None else processing
+        with self._running():
+            timer = PhaseTimer(self.target.device, enabled=False)
+            return self._find_captured(batch_size, max_length, processing, num_stop_tokens, timer) is not None
+
+    def release(self) -> None:
+        """Free all captured steps and the memory that they hold."""
+        if self.captured is not None:
+            self.captured.release()
+
+    def describe(self, *, batch_size: int = 1, max_length: int | None = None) -> Description:
+        """The memory that calls of these sizes take, and what is captured; nothing is allocated.
+
+        Args:
+            batch_size: rows.
+            max_length: most tokens of a row, prompt and new ones together; by default the model's context.
+        """
+        length = self.target.max_positions if max_length is None else max_length
+        room = Room(batch_size, length, length - 1, length - 1)
+        if self.captured is not None:
+            room = self.captured.room(batch_size, length)
+        meta = torch.device("meta")
+        plan = MemoryPlan.of(self.target, new_drafter(self.drafter, room, meta), self._new_state(room, meta))
+        captures = self.captured is not None and not self.captured.cannot_capture
+        return Description(plan, () if self.captured is None else tuple(self.captured.rooms()), captures)
+
+    def step(self, state: DecodeState, call: "_Call") -> "_Report":
+        """One step. Emits `num_accepted + 1` tokens per running row.
+
+        It never asks the device for anything, and its shapes do not depend on data: the loop may run it as it is, or
+        capture it once and replay it.
+        """
         state.uniforms.next_step()
         with call.timer.phase("draft"):
             choose = self.acceptance.chooser(call.processing.law, state.uniforms)
-            tree = self.drafter.draft(state.root, state.cache.lengths, choose)
+            tree = call.drafter.draft(state.root, state.cache.lengths, choose)
         with call.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
         with call.timer.phase("verify"):
@@ -230,13 +250,12 @@ class Decoder:
             processed = call.processing(output.logits, tree, history, state.budget > 0)
             limits = Limits(state.budget, call.stop_tokens, self.backend)
             verdict = self.acceptance.verify(tree, processed, limits, state.uniforms)
-            state.note_nan(output.logits, step)
+            state.note_nan(output.logits)
         with call.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)
-            self.drafter.commit(verdict, output)
-            state.root = verdict.next_root
-            state.emit(verdict.emitted, verdict.num_emitted, call.stop_tokens)
-        return verdict, tree, _Report(verdict.emitted, verdict.num_emitted, verdict.path, output.logits, processed)
+            call.drafter.commit(verdict, output)
+            state.emit_step(verdict, tree.reach, call.stop_tokens)
+        return _Report(verdict.emitted, verdict.num_emitted, verdict.path, output.logits, processed)
 
     def check_prompts(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
         """Raise ValueError for prompts that `decode` would refuse."""
@@ -251,76 +270,132 @@ class Decoder:
                 f"(the model's context is {self.target.max_positions}), got {max_new_tokens}"
             )
 
-    def _pad(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:
-        """Right-pad the prompts onto the target's device."""
-        lengths = [int(row.shape[0]) for row in prompts]
-        tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-        for padded, row in zip(tokens, prompts, strict=True):
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Hold the models as decoding needs them."""
+        with without_autograd(self.target.device), self.target.hooked(), self.drafter.session():
+            yield
+
+    def _run_eagerly(self, state: DecodeState, call: "_Call", report: "_Report", on_step: OnStep | None) -> None:
+        """Run steps until all rows have finished; `report` is that of prefill."""
+        if on_step is not None:
+            self._tell(state, report, on_step)
+        while self._is_running(state):
+            report = self.step(state, call)
+            if on_step is not None:
+                self._tell(state, report, on_step)
+
+    def _find_captured(
+        self, batch_size: int, max_length: int, processing: Processing, num_stop_tokens: int, timer: PhaseTimer
+    ) -> CapturedStep | None:
+        """A captured step for a call, None if its steps run eagerly."""
+        captured, signature = self.captured, processing.signature
+        if captured is None or captured.cannot_capture or signature is None:
+            return None
+        addresses = [tensor.data_ptr() for tensor in self.target.model.parameters()]
+        if addresses != self._addresses:  # the model was moved: recordings read memory that is not its own any more
+            captured.release()
+            self._addresses = addresses
+
+        def begin(state: DecodeState, drafter: Drafter, stops: torch.Tensor | None) -> tuple[Callable[[], Any], Any]:
+            """A generation that is thrown away."""
+            call = _Call(drafter, stops, processing, PhaseTimer(self.target.device, enabled=False))
+            rows = state.room.batch_size
+            prompt = self._pad([torch.zeros(1, dtype=torch.int64)] * rows, rows, state.room.max_length)
+            state.begin(prompt, state.room.max_new_tokens, torch.zeros_like(state.uniforms.seeds))
+            self._prefill(state, prompt, call)
+            return functools.partial(self.step, state, call), call
+
+        try:
+            with timer.phase("capture"):
+                # the rule itself is part of the key: another one at the same address would be another key
+                key = (self.acceptance, signature)
+                return captured.find(batch_size, max_length, key, num_stop_tokens, begin)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            plan = self.describe(batch_size=batch_size, max_length=max_length).plan
+            raise type(error)(
+                f"memory: expected {plan.total_bytes / 2**30:.2f} GiB on {self.target.device} beside the results of "
+                f"passes, got {str(error).splitlines()[0]}; lower max_new_tokens, the batch or the tree\n{plan}"
+            ) from error
+
+    def _replay(self, captured: CapturedStep, stops: torch.Tensor | None, max_steps: int, timer: PhaseTimer) -> None:
+        """Replay a captured step for a generation that has begun."""
+        assert self.captured is not None
+        if stops is not None and captured.stop_tokens is not None:
+            captured.stop_tokens.copy_(stops)
+        with timer.phase("steps"):
+            self.captured.run(captured, max_steps)
+        try:
+            self._is_running(captured.state)
+        except NonFiniteLogitsError:
+            self.captured.release()  # the cache holds NaN, which masked lanes of later calls would read
+            raise
+
+    def _copy_cache(self, state: DecodeState, num_rows: int) -> KVCache:
+        """The first rows of the cache in memory of their own, with a slot to spare."""
+        lengths = state.cache.lengths[:num_rows]
+        capacity = int(lengths.max()) + 1
+        cache = self.target.new_cache(num_rows, capacity)
+        cache.data.copy_(state.cache.data[:, :, :num_rows, :capacity])
+        cache.lengths.copy_(lengths)
+        return cache
+
+    def _pad(self, prompts: Sequence[torch.Tensor], num_rows: int, max_length: int) -> Prompt:
+        """Right-pad the prompts onto the target's device; rows beyond them get a prompt of token 0."""
+        lengths = [int(row.shape[0]) for row in prompts] + [1] * (num_rows - len(prompts))
+        tokens = torch.zeros(num_rows, max(lengths), dtype=torch.int64)
+        for padded, row in zip(tokens, prompts, strict=False):
             padded[: row.shape[0]] = row
         return Prompt(
             tokens=tokens.to(self.target.device),
             lengths=torch.tensor(lengths, dtype=torch.int32, device=self.target.device),
-            max_length=max(lengths) + max_new_tokens,
+            max_length=max_length,
         )
 
-    def _prefill(
-        self, prompt: Prompt, max_new_tokens: int, uniforms: Uniforms, call: "_Call"
-    ) -> tuple[DecodeState, "_Report"]:
-        """Run the prompt, start the drafter and emit the first token."""
-        device, batch_size = self.target.device, prompt.lengths.shape[0]
+    def _lay_out(self, room: Room) -> tuple[DecodeState, Drafter]:
+        """Memory for captured steps."""
+        return self._new_state(room, self.target.device), new_drafter(self.drafter, room, self.target.device)
+
+    def _new_state(self, room: Room, device: torch.device) -> DecodeState:
         shape = self.drafter.shape
-        state = DecodeState(
-            prompt=prompt,
-            cache=self.target.new_cache(batch_size, prompt.max_length + shape.num_nodes),
-            uniforms=uniforms,
-            root=torch.zeros(batch_size, dtype=torch.int32, device=device),
-            budget=torch.full((batch_size,), max_new_tokens, dtype=torch.int32, device=device),
-            output=torch.full((batch_size, max_new_tokens + shape.max_depth + 1), -1, dtype=torch.int32, device=device),
-            num_output=torch.zeros(batch_size, dtype=torch.int64, device=device),
-            first_nan_step=torch.full((), -1, dtype=torch.int32, device=device),
-        )
+        return DecodeState.new(self.target, room, num_nodes=shape.num_nodes, max_depth=shape.max_depth, device=device)
+
+    def _prefill(self, state: DecodeState, prompt: Prompt, call: "_Call") -> "_Report":
+        """Run the prompt, start the drafter and emit the first token."""
         output = self.target.prefill(prompt.tokens, prompt.lengths, state.cache)
-        self.drafter.start(prompt, output)
+        call.drafter.start(prompt, output)
         logits = output.logits[:, None]
         history = state.history() if call.processing.needs_history else None
-        processed = call.processing(logits, None, history, state.budget > 0)
-        state.root = self.acceptance.first(processed[:, 0], uniforms)
-        state.note_nan(logits, step=0)
-        counts = torch.ones_like(state.root)
-        state.emit(state.root[:, None], counts, call.stop_tokens)
-        path = torch.zeros_like(state.root)[:, None]
-        return state, _Report(state.root[:, None], counts, path, logits, processed)
+        is_running = state.budget > 0
+        processed = call.processing(logits, None, history, is_running)
+        root = self.acceptance.first(processed[:, 0], state.uniforms)
+        state.note_nan(logits, is_prefill=True)
+        counts = is_running.int()
+        state.emit(root, root[:, None], counts, call.stop_tokens)
+        return _Report(root[:, None], counts, torch.zeros_like(root)[:, None], logits, processed)
 
-    def _tell(self, state: DecodeState, report: "_Report", on_step: OnStep) -> torch.Tensor:
-        """Report to the host and cut the rows that it ends; returns how many tokens each row lost, [B] int32."""
-        self._check_finite(state)
+    def _tell(self, state: DecodeState, report: "_Report", on_step: OnStep) -> None:
+        """Report to the host and cut the rows that it ends."""
+        _check_finite(int(state.progress[1]))
         counts = report.counts.tolist()
         new = [row[:count] for row, count in zip(report.emitted.tolist(), counts, strict=True)]
         with torch.inference_mode(False), torch.no_grad():  # the caller's code is none of ours
             kept = on_step(StepReport(new, report.path, report.logits, report.processed)) or {}
-        dropped = torch.zeros_like(report.counts)
         for row, count in kept.items():
-            dropped[row] = counts[row] - count
             state.cut(row, counts[row] - count)
-        return dropped
 
     def _is_running(self, state: DecodeState) -> bool:
         """Whether any row may still emit; one small copy to the host."""
-        self._check_finite(state)
-        return bool(state.budget.any())
-
-    @staticmethod
-    def _check_finite(state: DecodeState) -> None:
-        step = int(state.first_nan_step)
-        if step >= 0:
-            where = "while the prompt was run (step 0)" if step == 0 else f"at step {step}"
-            raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")
+        is_running, first_nan_step = state.progress.tolist()
+        _check_finite(first_nan_step)
+        return bool(is_running)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What stays the same during one call of `decode`."""
+    """What stays the same during one call of `decode`, and for as long as a captured step is replayed."""
 
+    drafter: Drafter
     stop_tokens: torch.Tensor | None
     processing: Processing
     timer: PhaseTimer
@@ -345,16 +420,7 @@ def without_autograd(device: torch.device) -> AbstractContextManager[Any]:
     return torch.inference_mode() if device.type == "cpu" else torch.no_grad()
 
 
-def _per_row(
-    emitted: list[torch.Tensor], reach: list[torch.Tensor], batch_size: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Turn per-step [B] counts into lists per row, leaving out the steps after a row had finished."""
-    rows_emitted: list[list[int]] = [[] for _ in range(batch_size)]
-    rows_reach: list[list[int]] = [[] for _ in range(batch_size)]
-    if emitted:
-        for step_emitted, step_reach in zip(torch.stack(emitted).tolist(), torch.stack(reach).tolist(), strict=True):
-            for row, count in enumerate(step_emitted):
-                if count:
-                    rows_emitted[row].append(count)
-                    rows_reach[row].append(step_reach[row])
-    return rows_emitted, rows_reach
+def _check_finite(first_nan_step: int) -> None:
+    if first_nan_step >= 0:
+        where = "while the prompt was run (step 0)" if first_nan_step == 0 else f"at step {first_nan_step}"
+        raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")

@@ -112,7 +112,7 @@ def generate(
         device=target.device,
         backend=target.backend,
     )
-    decoder = Decoder(target, proposer, acceptance=rule)
+    decoder = _decoder(target, proposer, rule, keep=proposer is drafter)
     decoder.check_prompts(prompts, settings.max_new_tokens)
     host = HostSteps(
         prompts,
@@ -130,6 +130,7 @@ def generate(
         seed=seed,
         processing=processing,
         on_step=host if host.is_needed else None,
+        keep_cache=bool(config.return_dict_in_generate),
     )
     host.end()
     return _output(target, ids, keep, settings, result, host)
@@ -183,6 +184,22 @@ def hf_generate(
     )  # fmt: skip
 
 
+def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bool) -> Decoder:
+    """A decoder; with `keep`, that of an earlier call with the same objects, and what it captured.
+
+    It lives as long as the drafter. With a drafter that was made for this call alone nothing is captured: no later call
+    could use it.
+    """
+    known = drafter.kept_decoder
+    if keep and known is not None and known.target.model is target.model and known.acceptance == rule:
+        drafter.bind(known.target)  # it may have served another target meanwhile
+        return known
+    decoder = Decoder(target, drafter, acceptance=rule, capture=keep)
+    if keep and decoder.captured is not None:
+        drafter.kept_decoder = decoder
+    return decoder
+
+
 def _stop_strings(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
     if not config.stop_strings:
         return []
@@ -214,6 +231,7 @@ def _past_key_values(target: Target, keep: torch.Tensor, result: DecodeResult, w
     """Keys and values of all returned ids but the last column, as transformers keeps them; zeros at padding."""
     counts = torch.tensor([len(tokens) for tokens in result.tokens], device=keep.device)
     cache = result.cache
+    assert cache is not None
     if bool((counts < width).any()):  # rows that ended early: their last token was never run
         last = torch.tensor([tokens[-1:] for tokens in result.tokens], device=keep.device)
         depth = torch.zeros(1, 1, dtype=torch.int32, device=keep.device)

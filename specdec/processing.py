@@ -98,6 +98,11 @@ class Processing:
         return any(type(one) is type(processor) and _values(one) == _values(processor) for _, one in own)
 
     @property
+    def signature(self) -> tuple[tuple[str, float], ...] | None:
+        """Calls of one signature can share a captured step; None if a processor runs on the host."""
+        return None if self._rows is not None else tuple(sorted(self._settings.items()))
+
+    @property
     def needs_history(self) -> bool:
         """Whether a token before the tree matters."""
         return self._rows is not None or "repetition_penalty" in self._settings

@@ -10,9 +10,15 @@ __all__ = ["PhaseTimer"]
 
 
 class PhaseTimer:
-    """Adds up the time spent in named phases on one device."""
+    """Adds up the time spent in named phases on one device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where the work runs.
+        enabled: False for a timer that times nothing: a captured step holds no events.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._times_ms: dict[str, float] = {}
@@ -20,7 +26,9 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as part of `name`."""
-        if self._cuda:
+        if not self._enabled:
+            yield
+        elif self._cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield

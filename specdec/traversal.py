@@ -22,7 +22,31 @@ from specdec.kernels.verdict import Verdict
 from specdec.kernels.walk import RESIDUAL_FLOOR, draw
 from specdec.trees import TreeShape
 
-__all__ = ["TraversalWeights", "accept_traversal", "traversal_weights"]
+__all__ = ["TraversalTables", "TraversalWeights", "accept_traversal", "traversal_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraversalTables:
+    """A tree's topology on the device. A step must not copy it there: it could not be captured.
+
+    Attributes:
+        order: [N] int64, the nodes in post-order.
+        parent: [N] int32, -1 for the root.
+        ancestors: [N, N] bool, row i marks the nodes on the path from the root to node i, both included.
+    """
+
+    order: torch.Tensor
+    parent: torch.Tensor
+    ancestors: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: TreeShape, device: torch.device) -> "TraversalTables":
+        """The tables of a tree."""
+        return cls(
+            torch.tensor(_post_order(shape), device=device),
+            torch.tensor(shape.parent, dtype=torch.int32, device=device),
+            torch.from_numpy(shape.ancestors.copy()).to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +54,11 @@ class TraversalWeights:
     """What traversal verification knows before it draws.
 
     Attributes:
-        order: [N] int64, the nodes in post-order: the first accepted one in this order is the end of the path.
-        weight: [B, N] float32, with which each node is accepted once those before it in the order were refused.
+        weight: [B, N] float32, with which each node is accepted once those before it in post-order were refused: the
+            first accepted one in that order is the end of the path.
         law: [B, N, V] float32, what the next root follows if the node is accepted.
     """
 
-    order: torch.Tensor
     weight: torch.Tensor
     law: torch.Tensor
 
@@ -51,6 +74,7 @@ def accept_traversal(
     *,
     budget: torch.Tensor | None = None,
     stop_tokens: torch.Tensor | None = None,
+    tables: TraversalTables | None = None,
     backend: Backend | None = None,
 ) -> Verdict:
     """Accept the path to one node of a drawn tree; the emitted law is exactly the target's.
@@ -65,24 +89,25 @@ def accept_traversal(
         uniform_final: [B] fp32 in [0, 1), for the next root.
         budget: [B] int32 tokens that each row may still emit; 0 for a finished row.
         stop_tokens: [E] int32 tokens after which a row ends.
+        tables: those of `shape`, if they are on the device already.
         backend: what runs the last walk; by default decided by the device.
 
     Returns:
         The verdict.
     """
+    tables = TraversalTables.of(shape, tokens.device) if tables is None else tables
     weights = traversal_weights(tokens, shape, logits, draft_logits, draft_row)
-    is_accepted = uniform[:, weights.order] < weights.weight[:, weights.order]
-    is_accepted[:, -1] = True  # the root was emitted long ago
-    accepted = weights.order[is_accepted.int().argmax(1)]  # [B]
+    is_accepted = uniform[:, tables.order] < weights.weight[:, tables.order]
+    is_accepted[:, -1].fill_(True)  # the root was emitted long ago
+    accepted = tables.order[is_accepted.int().argmax(1)]  # [B]
     law = weights.law[torch.arange(tokens.shape[0], device=tokens.device), accepted]
     next_root = draw(law, uniform_final).int()
 
     # the walk of the greedy rule along this one path cuts at budgets and stop tokens
-    table = torch.from_numpy(shape.ancestors.copy()).to(tokens.device)[accepted]  # [B, N] nodes on the path
-    parent = torch.tensor(shape.parent, dtype=torch.int32, device=tokens.device)
-    path_parent = torch.where(table, parent, -1)
-    on_path = table & (parent >= 0)
-    at = torch.where(on_path, parent, accepted[:, None]).long()
+    table = tables.ancestors[accepted]  # [B, N] nodes on the path
+    path_parent = torch.where(table, tables.parent, -1)
+    on_path = table & (tables.parent >= 0)
+    at = torch.where(on_path, tables.parent, accepted[:, None]).long()
     wanted = torch.full_like(tokens, -1).scatter(1, at, torch.where(on_path, tokens, next_root[:, None]))
     return accept_greedy(
         tokens,
@@ -105,15 +130,15 @@ def traversal_weights(
     """Weights and laws of all nodes; arguments as of `accept_traversal`."""
     tiny = torch.finfo(torch.float32).tiny
     laws = logits.float().softmax(-1).unbind(1)
-    draft_laws = draft_logits.float().softmax(-1).unbind(1)
-    columns, rows = tokens.long(), draft_row.tolist()
-    children = [[child for child, above in enumerate(shape.parent) if above == node] for node in range(shape.num_nodes)]
+    draft_laws = draft_logits.float().softmax(-1)
+    columns, rows = tokens.long(), draft_row.clamp(min=0)
     weight, law = [laws[0]] * shape.num_nodes, list(laws)
-    order: list[int] = []
 
     def visit(node: int, w: torch.Tensor) -> None:
-        p, q = laws[node], draft_laws[rows[node]]
-        for child in children[node]:
+        p, q = laws[node], laws[node]
+        if shape.children[node]:  # which law they were drawn from is known on the device alone
+            q = draft_laws.index_select(1, rows[node : node + 1])[:, 0]
+        for child in shape.children[node]:
             token = columns[:, child, None]
             p_token, q_token = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
             is_drawn = q_token > 0  # a law of too few tokens fills its list with others
@@ -127,9 +152,15 @@ def traversal_weights(
             q = q.scatter(1, token, 0.0)
             q = q / q.sum(-1, keepdim=True).clamp(min=tiny)
         weight[node], law[node] = w, p
-        order.append(node)
 
     visit(0, torch.ones_like(laws[0][:, 0]))
-    return TraversalWeights(
-        torch.tensor(order, device=tokens.device), torch.stack(weight, 1), torch.stack(law, 1)
-    )  # fmt: skip
+    return TraversalWeights(torch.stack(weight, 1), torch.stack(law, 1))
+
+
+def _post_order(shape: TreeShape) -> list[int]:
+    """All nodes, children before parents, and siblings with all below them in node order."""
+    reversed_order, left = [], [0]
+    while left:
+        reversed_order.append(left.pop())
+        left += shape.children[reversed_order[-1]]
+    return reversed_order[::-1]

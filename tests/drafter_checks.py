@@ -7,7 +7,7 @@ import torch
 from specdec.candidates import TopK
 from specdec.decoder import Decoder
 from specdec.draft_tree import DraftTree
-from specdec.drafters.base import Drafter, Prompt
+from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.models.target import Target
 
 
@@ -46,6 +46,9 @@ class Nudged(Drafter):
 
     def session(self):
         return self.inner.session()
+
+    def allocate(self, room, device):
+        self.inner.allocate(room, device)
 
     def start(self, prompt, output):
         self.inner.start(prompt, output)
@@ -98,6 +101,13 @@ def check_drafter(make_drafter, model, prompts, *, max_new_tokens=40, min_tau=1.
     return result
 
 
+def begin(drafter: Drafter, prompt: Prompt, output) -> None:
+    """What the loop does at the beginning of a generation."""
+    width = prompt.tokens.shape[1]
+    drafter.allocate(Room(len(prompt.tokens), prompt.max_length, width, prompt.max_length - width), torch.device("cpu"))
+    drafter.start(prompt, output)
+
+
 @torch.no_grad()
 def propose(drafter: Drafter, model, text: torch.Tensor, root: int, choose=None) -> DraftTree:
     """What a drafter proposes after [T] committed tokens and a root, from a fresh start."""
@@ -107,5 +117,5 @@ def propose(drafter: Drafter, model, text: torch.Tensor, root: int, choose=None)
     prompt = Prompt(text[None], lengths, max_length=len(text) + 1)
     with target.hooked(), drafter.session():
         cache = target.new_cache(1, len(text) + 1)
-        drafter.start(prompt, target.prefill(prompt.tokens, lengths, cache))
+        begin(drafter, prompt, target.prefill(prompt.tokens, lengths, cache))
         return drafter.draft(torch.tensor([root], dtype=torch.int32), lengths, choose or TopK())

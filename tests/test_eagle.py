@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from drafter_checks import Nudged, check_drafter, propose
+from drafter_checks import Nudged, begin, check_drafter, propose
 from eagle_checks import DRAFT_TOKENS, TAPS, Literal, random_network, record_logits
 from families import VOCAB_SIZE, build_model, random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,7 +141,7 @@ def test_the_cache_is_that_of_a_fresh_prefill(version, shape, generator):
         lengths = torch.tensor([len(text)], dtype=torch.int32)
         with target.hooked():
             output = target.prefill(text[None], lengths, target.new_cache(1, len(text)))
-            fresh.start(Prompt(text[None], lengths, len(text)), output)
+            begin(fresh, Prompt(text[None], lengths, len(text)), output)
         expected = fresh._prefix.cache.data[:, :, 0, :num_pairs]
         assert (cache.data[:, :, row, :num_pairs] - expected).abs().max() < 1e-4 * expected.abs().max()
 

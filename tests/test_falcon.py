@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from drafter_checks import Nudged, check_drafter, propose
+from drafter_checks import Nudged, begin, check_drafter, propose
 from falcon_equations import Literal, make_network
 from families import HIDDEN_SIZE, VOCAB_SIZE, build_model, random_prompts
 
@@ -130,7 +130,7 @@ def test_a_row_of_a_batch_is_drafted_as_if_it_were_alone(generator):
 
         with target.hooked():
             output = target.prefill(tokens, lengths, target.new_cache(len(rows), 30))
-            drafter.start(Prompt(tokens, lengths, 30), output)
+            begin(drafter, Prompt(tokens, lengths, 30), output)
             drafter.draft(torch.full((len(rows),), 7, dtype=torch.int32), lengths, choose)
         return torch.cat(seen, 1)
 

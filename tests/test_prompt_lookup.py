@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drafter_checks import begin
 from families import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ def start(drafter, prompts, max_new=40):
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
     drafter.bind(TARGET)
-    drafter.start(Prompt(tokens, lengths, int(lengths.max()) + max_new), None)
+    begin(drafter, Prompt(tokens, lengths, int(lengths.max()) + max_new), None)
     return lengths
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from specdec.traversal import traversal_weights
+from specdec.traversal import TraversalTables, traversal_weights
 from specdec.trees import TreeShape
 
 V = 3
@@ -91,7 +91,7 @@ def test_the_emitted_law_is_the_targets(shape, zeros):
     length = shape.max_depth + 1
     emitted = {}
     for index, (draft, mass) in enumerate(drafts):
-        for node in weights.order.tolist():
+        for node in TraversalTables.of(shape, torch.device("cpu")).order.tolist():
             accepted = mass * weights.weight[index, node].item()
             mass -= accepted
             prefix = context_of(shape, draft, node)

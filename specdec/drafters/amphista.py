@@ -14,7 +14,7 @@ import torch
 
 from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt
+from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
 from specdec.kernels.verdict import Verdict
 from specdec.models.amphista import AmphistaConfig, AmphistaNetwork
@@ -66,20 +66,23 @@ class Amphista(NetworkDrafter):
         self._num_ranks = self.shape.max_rank + 1
         self._target = target
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Run the adaptation layers over the prompt."""
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """Keys and values of the adaptation layers."""
         layer, max_new = self.network.config.layer, self.shape.max_depth + 1
         cache = KVCache(
             num_layers=self.network.config.adaptation_layers,
-            batch_size=prompt.lengths.shape[0],
-            capacity=prompt.max_length + max_new,
+            batch_size=room.batch_size,
+            capacity=room.max_length + max_new,
             num_kv_heads=layer.num_key_value_heads,
             head_dim=layer.head_dim,
             dtype=self._target.dtype,
-            device=self._target.device,
+            device=device,
             backend=self._target.backend,
         )
-        self._prefix = FeaturePrefix(cache, max_new=max_new)
+        self._prefix = FeaturePrefix(cache, max_new=max_new, feature_size=self._target.hidden_size)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Run the adaptation layers over the prompt."""
         pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
         if pairs is not None:
             self._adapt(pairs)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,7 +14,7 @@ from specdec.kernels.verdict import Verdict
 from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.trees import TreeShape
 
-__all__ = ["Drafter", "Prompt"]
+__all__ = ["Drafter", "Prompt", "Room"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,30 @@ class Prompt:
     max_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The sizes that memory is laid out for; generations of these sizes or less can share it, one after the other.
+
+    Attributes:
+        batch_size: rows.
+        max_length: most tokens of a row, prompt and new ones together.
+        max_prompt: most tokens of a prompt.
+        max_new_tokens: most tokens that a row may emit.
+    """
+
+    batch_size: int
+    max_length: int
+    max_prompt: int
+    max_new_tokens: int
+
+
 class Drafter(ABC):
     """Proposes a draft tree per row. Owns its networks and state; never touches the target's cache.
 
-    The loop calls `bind` once, then per generation `start`, and per step `draft` and `commit`.
+    The loop calls `bind` once, `allocate` for the memory of one or more generations, then per generation `start`, and
+    per step `draft` and `commit`. What these three remember they write into the tensors that `allocate` made, in place:
+    a captured step is replayed on addresses, and never sees what an attribute is bound to later. The loop captures
+    with a shallow copy of the drafter, so that `allocate` must bind new tensors, and not touch old ones.
 
     Attributes:
         kind: the name by which users ask for this drafter.
@@ -43,12 +63,14 @@ class Drafter(ABC):
             topology, declares the attribute again as a `TreeShape`.
         sampling_rule: name of the lossless acceptance rule that serves it best when tokens are sampled.
         shares_candidates: whether children of several parents may come from one list of candidates.
+        kept_decoder: the decoder that `generate` keeps with this drafter, for the steps that it captured.
     """
 
     kind: ClassVar[str]
     shape: TreeShape | DynamicTree
     sampling_rule: str = "naive"
     shares_candidates: ClassVar[bool] = True
+    kept_decoder: Any = None
 
     @property
     def can_sample(self) -> bool:
@@ -67,9 +89,20 @@ class Drafter(ABC):
         """Held by the loop for a whole generation; a draft model is hooked in it."""
         return nullcontext()
 
+    def allocate(self, room: Room, device: torch.device) -> None:  # noqa: B027 - a drafter without state needs none
+        """Make the tensors that hold the state of generations of these sizes.
+
+        Args:
+            room: the sizes.
+            device: the target's, or "meta" to learn how much memory it takes.
+        """
+
     @abstractmethod
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Begin a generation: the target has run the prompt and nothing was emitted yet."""
+        """Begin a generation: the target has run the prompt and nothing was emitted yet.
+
+        The prompt has the batch size of `allocate`, and no more tokens than were announced there.
+        """
 
     @abstractmethod
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from specdec.candidates import Candidates, Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Drafter, Prompt
+from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.files import replace_folder
 from specdec.kernels.verdict import Verdict
 from specdec.models.target import PrefillOutput, Target, TargetOutput
@@ -90,14 +90,18 @@ class DraftModel(Drafter):
         """The draft model is hooked while a generation runs."""
         return self.network.hooked()
 
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """The draft model's cache, and the token before the root."""
+        capacity = room.max_length + self.shape.num_nodes + 1
+        self._cache = self.network.new_cache(room.batch_size, capacity, device=device)
+        self._previous = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
+
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
         """Run the prompt through the draft model."""
-        batch_size = prompt.lengths.shape[0]
-        self._cache = self.network.new_cache(batch_size, prompt.max_length + self.shape.num_nodes + 1)
         self.network.prefill(prompt.tokens, prompt.lengths, self._cache)
         self._cache.lengths -= 1  # the token before the root is fed again, with it
         last = (prompt.lengths.long() - 1)[:, None]
-        self._previous = prompt.tokens.gather(1, last)[:, 0].int()
+        self._previous.copy_(prompt.tokens.gather(1, last)[:, 0])
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass per level; every node with children has its own list of candidates."""
@@ -120,7 +124,7 @@ class DraftModel(Drafter):
         last = verdict.num_accepted.clamp(min=1).long() - 1
         accepted = verdict.emitted.gather(1, last[:, None])[:, 0]
         previous = torch.where(verdict.num_accepted > 0, accepted, self._root)
-        self._previous = torch.where(verdict.num_accepted < 0, self._previous, previous)
+        self._previous.copy_(torch.where(verdict.num_accepted < 0, self._previous, previous))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import torch
 
 from specdec.candidates import Candidates, Choose, TopK
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt
+from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
 from specdec.dynamic_tree import DynamicTree
 from specdec.kernels.tree_rerank import MAX_POOL, beam_step, tree_rerank
@@ -118,20 +118,23 @@ class Eagle(NetworkDrafter):
             self._own_bits = _own_bits(self._num_slots).to(target.device)
             self._pass_depth = torch.arange(self.shape.depth, dtype=torch.int32, device=target.device)
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Read the prompt."""
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """Keys and values of the layer, for the text and for the nodes that are extended."""
         layer, max_new = self.network.config.layer, self.shape.max_depth + 1
         cache = KVCache(
             num_layers=1,
-            batch_size=prompt.lengths.shape[0],
-            capacity=prompt.max_length + max(max_new, self._num_slots),
+            batch_size=room.batch_size,
+            capacity=room.max_length + max(max_new, self._num_slots),
             num_kv_heads=layer.num_key_value_heads,
             head_dim=layer.head_dim,
             dtype=self._target.dtype,
-            device=self._target.device,
+            device=device,
             backend=self._target.backend,
         )
-        self._prefix = FeaturePrefix(cache, max_new=max_new)
+        self._prefix = FeaturePrefix(cache, max_new=max_new, feature_size=self.network.config.feature_size)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Read the prompt."""
         pairs = self._prefix.start(prompt.tokens, prompt.lengths, self._features(output))
         if pairs is not None:
             self._run(self.network.read(pairs.features), pairs.tokens, pairs.positions, pairs.attend)

@@ -21,7 +21,7 @@ import torch
 
 from specdec.candidates import Candidates, Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt
+from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
 from specdec.kernels.verdict import Verdict
 from specdec.models.cache import KVCache
@@ -81,29 +81,37 @@ class Falcon(NetworkDrafter):
         self._passes = self._blocks.passes(target.device)
         self._num_ranks = self.shape.max_rank + 1
         self._keep = self.network.config.block_size - 1
+        width = self.shape.max_depth + 1 + self._keep
+        words = _first_words(width, max(width, self._blocks.num_slots))
+        self._first_words = torch.from_numpy(words).to(target.device)
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Run the LSTM over the prompt and keep the keys and values of its pairs."""
-        layer, device = self.network.config.layer, self._target.device
-        batch_size, max_new = prompt.lengths.shape[0], self.shape.max_depth + 1
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """The LSTM's state; keys and values of the layer, for the text and the blocks of the tree."""
+        layer, batch_size, max_new = self.network.config.layer, room.batch_size, self.shape.max_depth + 1
         cache = KVCache(
             num_layers=1,
             batch_size=batch_size,
-            capacity=prompt.max_length + max(max_new + self._keep, self._blocks.num_slots),
+            capacity=room.max_length + max(max_new + self._keep, self._blocks.num_slots),
             num_kv_heads=layer.num_key_value_heads,
             head_dim=layer.head_dim,
             dtype=self._target.dtype,
             device=device,
             backend=self._target.backend,
         )
-        self._prefix = FeaturePrefix(cache, max_new=max_new, keep=self._keep)
+        self._prefix = FeaturePrefix(
+            cache, max_new=max_new, feature_size=self.network.config.hidden_size, keep=self._keep
+        )
         self._rows = torch.arange(batch_size, device=device)
-        widest = max(self._prefix.width, self._blocks.num_slots)
-        self._first_words = torch.from_numpy(_first_words(self._prefix.width, widest)).to(device)
         self._state = torch.zeros(batch_size, self.network.state_size, dtype=self._target.dtype, device=device)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Run the LSTM over the prompt and keep the keys and values of its pairs."""
+        self._state.zero_()
         pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
         if pairs is not None:
-            fused, self._state = self.network.fuse_prompt(pairs.features, self.embed(pairs.tokens), cache.lengths)
+            counts = self._prefix.cache.lengths
+            fused, state = self.network.fuse_prompt(pairs.features, self.embed(pairs.tokens), counts)
+            self._state.copy_(state)
             self.network.decode(fused, pairs.positions, pairs.attend)
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
@@ -136,7 +144,7 @@ class Falcon(NetworkDrafter):
         prefix.advance()
         states = torch.cat((self._state[:, None], states), 1)  # after 0, 1, ... pairs
         kept = pairs.counts.clamp(max=self._keep)
-        self._state = states[self._rows, pairs.counts - kept]
+        self._state.copy_(states[self._rows, pairs.counts - kept])
         # a text of fewer than k pairs has no guess for the first depths; its first pair's stands in
         newest = pairs.counts[:, None] - block_size + torch.arange(block_size, device=root.device)
         return features[self._rows[:, None], newest.clamp(min=0)], states[self._rows, pairs.counts][:, None], kept.int()

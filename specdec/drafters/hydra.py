@@ -15,7 +15,7 @@ import torch
 
 from specdec.candidates import Candidates, Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt
+from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
 from specdec.kernels.verdict import Verdict
 from specdec.models.cache import KVCache
@@ -72,25 +72,31 @@ class Hydra(NetworkDrafter):
         self._num_ranks = self.shape.max_rank + 1
         self._levels = plan_levels(self.shape, target.device)
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Begin from the state of the last prompt token; prefix attention reads all of them."""
-        self._rows = torch.arange(prompt.lengths.shape[0], device=prompt.lengths.device)
-        self._hidden = output.last_hidden(prompt.lengths)
-        layer = self.network.config.prefix
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """One state per row; with prefix attention, the keys and values of the text."""
+        target, layer = self._target, self.network.config.prefix
         if layer is None:
+            self._rows = torch.arange(room.batch_size, device=device)
+            self._hidden = torch.zeros(room.batch_size, target.hidden_size, dtype=target.dtype, device=device)
             return
         max_new = self.shape.max_depth + 1
         cache = KVCache(
             num_layers=1,
-            batch_size=prompt.tokens.shape[0],
-            capacity=prompt.max_length + max_new,
+            batch_size=room.batch_size,
+            capacity=room.max_length + max_new,
             num_kv_heads=layer.num_key_value_heads,
             head_dim=layer.head_dim,
-            dtype=self._target.dtype,
-            device=self._target.device,
-            backend=self._target.backend,
+            dtype=target.dtype,
+            device=device,
+            backend=target.backend,
         )
-        self._prefix = FeaturePrefix(cache, max_new=max_new)
+        self._prefix = FeaturePrefix(cache, max_new=max_new, feature_size=target.hidden_size)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Begin from the state of the last prompt token; prefix attention reads all of them."""
+        if not self.network.config.prefix_attention:
+            self._hidden.copy_(output.last_hidden(prompt.lengths))
+            return
         pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
         if pairs is not None:
             self.network.encode(pairs.features, pairs.positions, pairs.attend)
@@ -112,7 +118,7 @@ class Hydra(NetworkDrafter):
             return
         last = verdict.num_accepted.clamp(min=0).long()
         node = verdict.path.gather(1, last[:, None])[:, 0].clamp(min=0).long()
-        self._hidden = output.hidden[self._rows, node]
+        self._hidden.copy_(output.hidden[self._rows, node])
 
     def _state(self, root: torch.Tensor) -> torch.Tensor:
         """What all heads read of the committed text: [B, C]."""

@@ -14,7 +14,7 @@ import torch
 
 from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Drafter, Prompt
+from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.kernels.verdict import Verdict
 from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.trees import MAX_NODES, TreeShape
@@ -85,19 +85,22 @@ class Lookahead(Drafter):
         self._words = words.int().to(target.device)  # [N, W] each node's own bit
         self._cell_words = self._template.ancestors[:, cell_nodes.flatten()]
 
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """The window, and a pool for as many steps as there may be."""
+        self._window = torch.zeros(room.batch_size, self.window, self.level - 1, dtype=torch.int32, device=device)
+        capacity = max(self.window * min(room.max_new_tokens, KEPT_STEPS), self.guesses)
+        self._pool = NgramPool(room.batch_size, capacity=capacity, level=self.level, device=device)
+        self._num_steps = torch.zeros((), dtype=torch.int64, device=device)
+
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
         """Fill the window with tokens from all over the prompt; the pool is empty."""
-        batch_size, width = prompt.tokens.shape
-        device = prompt.tokens.device
         num_cells = self.window * (self.level - 1)
         # cells differ in where they look, a row and its length decide the rest: alone or in a batch, every time
-        spread = (torch.arange(1, num_cells + 1, device=device) * _GOLDEN) % 2**32
+        spread = (torch.arange(1, num_cells + 1, device=prompt.tokens.device) * _GOLDEN) % 2**32
         places = (spread * prompt.lengths[:, None].long()) >> 32
-        self._window = prompt.tokens.gather(1, places).int().view(batch_size, self.window, self.level - 1)
-        num_steps = min(prompt.max_length - width, KEPT_STEPS)
-        capacity = max(self.window * num_steps, self.guesses)
-        self._pool = NgramPool(batch_size, capacity=capacity, level=self.level, device=device)
-        self._num_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._window.copy_(prompt.tokens.gather(1, places).view_as(self._window))
+        self._pool.clear()
+        self._num_steps.zero_()
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:  # noqa: ARG002 - interface
         """The pool's n-grams that begin with the root, and the window as nodes without a parent."""
@@ -167,6 +170,11 @@ class NgramPool:
         self._ngrams = torch.full((batch_size, capacity, level), -1, dtype=torch.int32, device=device)
         self._places = torch.arange(capacity, device=device)
         self._oldest = torch.zeros((), dtype=torch.int64, device=device)  # the place that is written next
+
+    def clear(self) -> None:
+        """Forget all n-grams."""
+        self._ngrams.fill_(-1)
+        self._oldest.zero_()
 
     def add(self, ngrams: torch.Tensor) -> None:
         """Add [B, n, level] int32 n-grams, the newest last; one whose first token is -1 is none."""

@@ -13,7 +13,7 @@ import torch
 
 from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt
+from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
 from specdec.kernels.verdict import Verdict
 from specdec.models.draft_network import DraftNetwork
@@ -61,11 +61,17 @@ class Medusa(NetworkDrafter):
         super().bind(target)
         self._template = TreeTemplate(self.shape, target.device, rows="depth", backend=target.backend)
         self._num_ranks = self.shape.max_rank + 1
+        self._target = target
+
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """One state per row."""
+        target = self._target
+        self._hidden = torch.zeros(room.batch_size, target.hidden_size, dtype=target.dtype, device=device)
+        self._rows = torch.arange(room.batch_size, device=device)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Begin from the state of the last prompt token."""
-        self._hidden = output.last_hidden(prompt.lengths)
-        self._rows = torch.arange(prompt.lengths.shape[0], device=prompt.lengths.device)
+        self._hidden.copy_(output.last_hidden(prompt.lengths))
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
         """Candidates of every head, laid out as the tree."""
@@ -76,4 +82,4 @@ class Medusa(NetworkDrafter):
         """Keep the state at the last accepted node; the next root is the token after it."""
         last = verdict.num_accepted.clamp(min=0).long()
         node = verdict.path.gather(1, last[:, None])[:, 0].clamp(min=0).long()
-        self._hidden = output.hidden[self._rows, node]
+        self._hidden.copy_(output.hidden[self._rows, node])

@@ -10,7 +10,7 @@ import torch
 
 from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Drafter, Prompt
+from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.kernels.verdict import Verdict
 from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.trees import TreeShape
@@ -29,9 +29,12 @@ class NoDrafter(Drafter):
         """Place the one-node tree on the target's device."""
         self._template = TreeTemplate(self.shape, target.device)
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
-        """Remember that no row is offered anything."""
-        self._reach = torch.zeros_like(prompt.lengths)
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """No row is ever offered anything."""
+        self._reach = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Nothing to remember."""
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:  # noqa: ARG002 - interface
         """The root alone."""

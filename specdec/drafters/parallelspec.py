@@ -17,7 +17,7 @@ import torch
 
 from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt
+from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
 from specdec.kernels.verdict import Verdict
 from specdec.models.cache import KVCache
@@ -71,20 +71,24 @@ class ParallelSpec(NetworkDrafter):
         depth, ancestors = _pass_tables(max_new=self.shape.max_depth + 1, num_masks=self._num_masks)
         self._depth, self._ancestors = depth.to(target.device), ancestors.to(target.device)
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Read the prompt."""
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """Keys and values of the layer, for the text and the masks behind it."""
         layer, max_new = self.network.config.layer, self.shape.max_depth + 1
         cache = KVCache(
             num_layers=1,
-            batch_size=prompt.lengths.shape[0],
-            capacity=prompt.max_length + max_new + self._num_masks,
+            batch_size=room.batch_size,
+            capacity=room.max_length + max_new + self._num_masks,
             num_kv_heads=layer.num_key_value_heads,
             head_dim=layer.head_dim,
             dtype=self._target.dtype,
-            device=self._target.device,
+            device=device,
             backend=self._target.backend,
         )
-        self._prefix = FeaturePrefix(cache, max_new=max_new)
+        feature_size = self._target.hidden_size if self.network.config.variant == "eagle" else 0
+        self._prefix = FeaturePrefix(cache, max_new=max_new, feature_size=feature_size)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Read the prompt."""
         if self.network.config.variant == "eagle":
             pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
         else:

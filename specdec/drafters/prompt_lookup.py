@@ -13,7 +13,7 @@ import torch
 
 from specdec.candidates import Choose
 from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Drafter, Prompt
+from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.kernels.verdict import Verdict
 from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.trees import TreeShape
@@ -46,18 +46,20 @@ class PromptLookup(Drafter):
         """Place the chain on the target's device."""
         self._template = TreeTemplate(self.shape, target.device)
 
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """One slot per token and room for a step's emitted tokens, of which the unused ones are -1."""
+        width = room.max_length + self.shape.max_depth + 2
+        self._text = torch.full((room.batch_size, width), -1, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
+        self._columns = torch.arange(width, device=device)
+
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
         """Take the prompt as the text to search."""
-        batch_size, width = prompt.tokens.shape
-        reach = self.shape.max_depth
-        # one slot per token and room for a step's emitted tokens, of which the unused ones are -1
-        self._text = prompt.tokens.new_full((batch_size, prompt.max_length + reach + 2), -1, dtype=torch.int32)
-        columns = torch.arange(self._text.shape[1], device=prompt.tokens.device)
-        inside = columns[:width] < prompt.lengths[:, None]
+        width = prompt.tokens.shape[1]
+        inside = self._columns[:width] < prompt.lengths[:, None]
+        self._text.fill_(-1)
         self._text[:, :width] = torch.where(inside, prompt.tokens, -1)
-        self._lengths = prompt.lengths.clone()
-        self._columns = columns
-        self._emitted_columns = columns[: reach + 1]
+        self._lengths.copy_(prompt.lengths)
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:  # noqa: ARG002 - interface
         """Look the end of the text, root included, up in the text before it."""
@@ -84,9 +86,9 @@ class PromptLookup(Drafter):
         """Append the accepted tokens; the next root follows with the next draft."""
         self._append(verdict.emitted, verdict.num_accepted.clamp(min=0))
         # a finished row appends its root at every draft; take it back
-        self._lengths = torch.where(verdict.num_accepted < 0, self._lengths - 1, self._lengths)
+        self._lengths -= (verdict.num_accepted < 0).int()
 
     def _append(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Write [B, P] tokens at the end of each row's text, of which the first `counts [B]` stay."""
         self._text.scatter_(1, (self._lengths[:, None] + self._columns[: tokens.shape[1]]).long(), tokens)
-        self._lengths = self._lengths + counts
+        self._lengths += counts
