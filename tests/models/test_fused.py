@@ -223,7 +223,7 @@ def hook_norm(model):
 
 
 def hook_layer(model):
-    model.model.layers[0].register_forward_hook(lambda module, args, output: 0.5 * output)
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output.flip(-1))
 
 
 def hook_final_norm(model):
