@@ -35,12 +35,14 @@ from specdec.kernels.skinny_linear import MAX_ROWS, skinny_linear
 from specdec.kernels.topk import TopK
 from specdec.kernels.weight_first import weight_first_dot
 
-__all__ = ["MAX_K", "lm_head_topk"]
+__all__ = ["MAX_K", "MAX_VOCAB", "lm_head_topk"]
 
 MAX_K = 32
 """Most tokens that one call returns of a row."""
 
-_MAX_VOCAB = 1 << 18
+MAX_VOCAB = 1 << 18
+"""Largest vocabulary."""
+
 _BLOCK_V = 128
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -267,8 +269,8 @@ def _check(
         check_tensor("down", down, shape=(num_heads, rank, width), dtype=x.dtype, device=x.device)
     elif rank != width:
         raise ValueError(f"weight: expected a last dimension of {width} as in x, got shape {list(weight.shape)}")
-    if weight.shape[1] > _MAX_VOCAB:
-        raise ValueError(f"weight: expected a vocabulary of at most {_MAX_VOCAB}, got {weight.shape[1]}")
+    if weight.shape[1] > MAX_VOCAB:
+        raise ValueError(f"weight: expected a vocabulary of at most {MAX_VOCAB}, got {weight.shape[1]}")
     if not 1 <= k <= min(MAX_K, weight.shape[1]):
         raise ValueError(f"k: expected 1 to {min(MAX_K, weight.shape[1])}, got {k}")
     if temperature is not None:

@@ -10,7 +10,8 @@ Shapes:     F width of the MLP; all leading dimensions are rows
 Cost:       reads 2 * F and writes F elements per row; bandwidth-bound, and bound by the launch for the rows of one
             decoding step
 Edges:      gate -inf gives NaN, as in eager PyTorch; a large negative finite gate gives zero
-Numerics:   all arithmetic in fp32, one rounding at the end (eager PyTorch also rounds the SiLU)
+Numerics:   all arithmetic in fp32. Rounded as in transformers' LLaMA: the SiLU to the dtype of gate_up, then its
+            product with the second half
 """
 
 import torch
@@ -40,8 +41,8 @@ def _swiglu_kernel(
     gate_ptr = gate_up_ptr + m * stride_gm
     gate = tl.load(gate_ptr + offs_f, mask=mask_f, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + F + offs_f, mask=mask_f, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + m * F + offs_f, out.to(out_ptr.dtype.element_ty), mask=mask_f)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + m * F + offs_f, (silu * up).to(out_ptr.dtype.element_ty), mask=mask_f)
 
 
 def _launch_config(width: int) -> LaunchConfig:

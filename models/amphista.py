@@ -19,8 +19,10 @@ import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 from torch import nn
 from transformers import PretrainedConfig
 
+from specdec.kernels.draft_heads import draft_heads
 from specdec.models.draft_layer import Attend, DraftLayer, DraftLayerConfig, Rotary
 from specdec.models.draft_network import DraftNetwork
+from specdec.models.lm_heads import LMHeads
 
 __all__ = ["AmphistaConfig", "AmphistaNetwork"]
 
@@ -177,7 +179,10 @@ class AmphistaNetwork(DraftNetwork):
         """
         half = self.config.num_heads // 2
         read = torch.cat((first.expand(half, -1, -1), second.expand(self.config.num_heads - half, -1, -1)))
-        states = read + F.silu(torch.baddbmm(self.mlp_bias[:, None], read, self.mlp_weight.mT))
+        if torch.is_grad_enabled():  # the kernel has no backward pass
+            states = read + F.silu(torch.baddbmm(self.mlp_bias[:, None], read, self.mlp_weight.mT))
+        else:
+            states = draft_heads(read, self.mlp_weight, self.mlp_bias, backend=self.backend)
         states = states.transpose(0, 1)
         if self.position_encoding is not None:
             states = states + self.position_encoding
@@ -187,10 +192,12 @@ class AmphistaNetwork(DraftNetwork):
 
     def logits(self, states: torch.Tensor, heads: slice) -> torch.Tensor:
         """Logits [N, M, V] of the M heads that `heads` selects, from their states [N, M, C]."""
-        states = states.transpose(0, 1)
-        if self.lm_head_down is not None:
-            states = torch.bmm(states, self.lm_head_down[heads].mT)
-        return torch.bmm(states, self.lm_head[heads].mT).transpose(0, 1)
+        return self.lm_heads(heads).logits(states)
+
+    def lm_heads(self, heads: slice) -> LMHeads:
+        """The LM heads that `heads` selects; of low rank where the network's are."""
+        down = None if self.lm_head_down is None else self.lm_head_down[heads]
+        return LMHeads(self.lm_head[heads], down, backend=self.backend)
 
     def forward(
         self, features: torch.Tensor, embedded: torch.Tensor | None, positions: torch.Tensor, attend: Attend

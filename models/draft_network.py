@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from specdec.kernels.launch import Backend
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -22,10 +24,12 @@ class DraftNetwork(nn.Module):
     Attributes:
         config_class: frozen dataclass of the network's sizes and switches; JSON-serialisable with `asdict`.
         config: an instance of it.
+        backend: what runs its kernels; by default decided by the device. Set when a drafter is bound to its target.
     """
 
     config_class: ClassVar[type]
     config: Any
+    backend: Backend | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -201,7 +201,12 @@ class EagleNetwork(DraftNetwork):
         Returns:
             [.., num_draft_tokens].
         """
-        return lm_head(states) if self.config.version == 1 else self.lm_head(self.norm(states))
+        head = lm_head if self.config.version == 1 else self.lm_head
+        return head(self.speak(states))
+
+    def speak(self, states: torch.Tensor) -> torch.Tensor:
+        """What enters the LM head, the target's or for version 3 its own: [.., C] of `forward` to [.., C]."""
+        return states if self.config.version == 1 else self.norm(states)
 
     @torch.no_grad()
     def set_draft_vocabulary(self, target_ids: torch.Tensor) -> None:

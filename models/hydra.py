@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from specdec.kernels.draft_heads import MAX_PARTS, draft_heads_concat
+from specdec.kernels.launch import Backend
 from specdec.models.draft_layer import Attend, DraftLayer, DraftLayerConfig, Rotary
 from specdec.models.draft_network import DraftNetwork, load_strictly
 
@@ -107,13 +108,13 @@ class _Block(nn.Module):
         self.linear = nn.Linear(num_parts * width, width)
         self.residual = nn.Linear(num_parts * width, width) if num_parts > 1 else None
 
-    def forward(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(self, parts: Sequence[torch.Tensor], backend: Backend | None) -> torch.Tensor:
         residual = self.residual
         if torch.is_grad_enabled():  # the kernel has no backward pass
             x = torch.cat(list(parts), -1)
             return (x if residual is None else residual(x)) + F.silu(self.linear(x))
         weights = () if residual is None else (residual.weight, residual.bias)
-        return draft_heads_concat(parts, self.linear.weight, self.linear.bias, *weights)
+        return draft_heads_concat(parts, self.linear.weight, self.linear.bias, *weights, backend=backend)
 
 
 class _Head(nn.Module):
@@ -126,10 +127,10 @@ class _Head(nn.Module):
         self.num_layers = config.num_layers
         self.dropout = config.dropout
 
-    def forward(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        x = self.blocks[0]([self._drop(part) for part in parts])
+    def forward(self, parts: Sequence[torch.Tensor], backend: Backend | None) -> torch.Tensor:
+        x = self.blocks[0]([self._drop(part) for part in parts], backend)
         for layer in range(1, self.num_layers):
-            x = self.blocks[min(layer, len(self.blocks) - 1)]([self._drop(x)])
+            x = self.blocks[min(layer, len(self.blocks) - 1)]([self._drop(x)], backend)
         return self.lm_head(self._drop(x))
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
@@ -183,7 +184,7 @@ class HydraNetwork(DraftNetwork):
             [.., V] logits of the token after the last one.
         """
         rows = [part.reshape(-1, part.shape[-1]) for part in parts]
-        return self.heads[head](rows).view(*parts[0].shape[:-1], self.config.vocab_size)
+        return self.heads[head](rows, self.backend).view(*parts[0].shape[:-1], self.config.vocab_size)
 
     @torch.no_grad()
     def start_from(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

@@ -4,9 +4,10 @@ Equation:   logits_k = W_k (x + SiLU(R_k x + b_k)),  k = 1 .. K;  head k predict
 Source:     Medusa (arXiv:2401.10774) section 2.1.1; the authors' `medusa_lm_head` files and Medusa-2 models
 Shapes:     x [B, C]; R [K, L, C, C], b [K, L, C]; W [K, V, C]; logits [B, K, V]
 
-All heads run as one batched matrix product per layer. The authors' names are `{k}.{layer}.linear.weight`,
-`{k}.{layer}.linear.bias` and `{k}.{num_layers}.weight`; a Medusa-2 checkpoint holds the whole model and has them under
-the prefix `medusa_head.`. Files of the authors' "version 2" have no W: all heads use the target's LM head.
+All heads of a layer run in one launch of the op `draft_heads`; training runs batched matrix products instead. The
+authors' names are `{k}.{layer}.linear.weight`, `{k}.{layer}.linear.bias` and `{k}.{num_layers}.weight`; a Medusa-2
+checkpoint holds the whole model and has them under the prefix `medusa_head.`. Files of the authors' "version 2" have no
+W: all heads use the target's LM head.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,9 @@ import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 from torch import nn
 from transformers import PretrainedConfig
 
+from specdec.kernels.draft_heads import draft_heads
 from specdec.models.draft_network import DraftNetwork
+from specdec.models.lm_heads import LMHeads
 
 __all__ = ["MedusaConfig", "MedusaHeads"]
 
@@ -83,15 +86,28 @@ class MedusaHeads(DraftNetwork):
             [B, num_heads, V] logits.
         """
         count = self.config.num_heads if num_heads is None else num_heads
-        state = hidden.expand(count, -1, -1)  # [K, B, C]
-        for layer in range(self.config.num_layers):
-            weight, bias = self.block_weight[:count, layer], self.block_bias[:count, layer]
-            state = state + F.silu(torch.baddbmm(bias[:, None], state, weight.mT))
+        states = self.states(hidden, count)
         if self.config.vocab_size is not None:
-            return torch.bmm(state, self.lm_head[:count].mT).transpose(0, 1)
+            return self.lm_heads(count).logits(states)
         if lm_head is None:
             raise ValueError("lm_head: expected the target's, which heads without their own share, got None")
-        return lm_head(state.transpose(0, 1))
+        return lm_head(states)
+
+    def states(self, hidden: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """What enters the LM heads of the first `num_heads` heads: [B, C] to [B, num_heads, C]."""
+        state = hidden
+        for layer in range(self.config.num_layers):
+            weight, bias = self.block_weight[:num_heads, layer], self.block_bias[:num_heads, layer]
+            if torch.is_grad_enabled():  # the kernel has no backward pass
+                state = state.expand(num_heads, -1, -1)
+                state = state + F.silu(torch.baddbmm(bias[:, None], state, weight.mT))
+            else:
+                state = draft_heads(state, weight, bias, backend=self.backend)
+        return state.transpose(0, 1)
+
+    def lm_heads(self, num_heads: int) -> LMHeads:
+        """The first `num_heads` LM heads, of a network that has its own."""
+        return LMHeads(self.lm_head[:num_heads], backend=self.backend)
 
     @torch.no_grad()
     def start_from(self, lm_head: torch.Tensor) -> None:

@@ -66,6 +66,8 @@ class TreePass:
     first_node: int
     num_nodes: int
     backend: Backend
+    fused: bool = False
+    """Whether layers may run on the fused path (`specdec.models.fused`)."""
     slots: torch.Tensor = field(init=False)
     """[B, N] int64, cache slot of each node."""
     positions: torch.Tensor = field(init=False)

@@ -12,7 +12,7 @@ forward pass and refused if the results differ.
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.kernels.launch import Backend, resolve_backend
 from specdec.models.cache import KVCache
+from specdec.models.fused import fused_layers
 from specdec.models.passes import PromptPass, TreePass
 
 __all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
@@ -76,6 +77,9 @@ class Target:
         model: a decoder-only transformers model with an LM head, all on one device.
         tap_layers: decoder layers (0-based) whose outputs drafters want beside the final state.
         backend: what runs the kernels; by default decided by the device.
+        fused: whether layers of the LLaMA kind score trees on the fused path (`specdec.models.fused`), which packs
+            weights of the model side by side; by default on where Triton runs the kernels. On a CPU it saves no
+            launches, so that nothing would be gained by it.
 
     Raises:
         TypeError: `model` is no transformers model.
@@ -84,7 +88,12 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, tap_layers: Sequence[int] = (), backend: Backend | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        tap_layers: Sequence[int] = (),
+        backend: Backend | None = None,
+        fused: bool | None = None,
     ) -> None:
         _check_model(model)
         config = model.config.get_text_config(decoder=True)
@@ -92,6 +101,7 @@ class Target:
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = model.dtype
         self.backend: Backend = resolve_backend(torch.empty(0, device=self.device), backend)
+        self.fused: bool = self.backend == "triton" if fused is None else fused
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -156,7 +166,8 @@ class Target:
                 self.model.eval()
                 if attention != _ATTENTION_NAME:
                     self.model.set_attn_implementation(_ATTENTION_NAME)
-                with self._keeping_states():
+                fusing = fused_layers(self.model) if self.fused else nullcontext()
+                with fusing, self._keeping_states():
                     yield
             finally:
                 if attention != _ATTENTION_NAME:
@@ -243,6 +254,7 @@ class Target:
             first_node=first_node,
             num_nodes=tokens.shape[1],
             backend=self.backend,
+            fused=self.fused,
         )
         # nodes past the last position can never be accepted; clamping keeps learned position tables in range
         positions = tree_pass.positions.clamp(max=self.max_positions - 1)

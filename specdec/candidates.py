@@ -2,7 +2,8 @@
 
 A drafter with a network calls `choose(logits, num_ranks)` wherever it needs candidates, and does not know which rule it
 is. With `TopK` the tree is deterministic; `Sampled` also hands back the laws it drew from, which lossless rejection
-needs.
+needs. A drafter that has states and the LM heads behind them calls `choose_from` instead: where the best tokens are all
+that is wanted, the logits need not be written.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from typing import Protocol
 import torch
 
 from specdec.kernels.sample_probs import warp_logits
+from specdec.models.lm_heads import LMHeads, best_of
 from specdec.randomness import Stream, Uniforms
 
-__all__ = ["Candidates", "Choose", "DraftLaw", "Sampled", "TopK"]
+__all__ = ["Candidates", "Choose", "DraftLaw", "Sampled", "TopK", "choose_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Candidates:
     """Lists of candidate tokens, one list per law.
 
     Attributes:
-        tokens: [B, M, R] int64; rank 0 is the best, or the first drawn.
+        tokens: [B, M, R] int32 or int64; rank 0 is the best, or the first drawn.
         laws: [B, M, V] logits of the law that each list was drawn from; None if the lists were not drawn.
     """
 
@@ -46,11 +48,25 @@ class Choose(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The most probable tokens, best first."""
+    """The most probable tokens, best first; equally probable ones in the order of their numbers."""
 
     def __call__(self, logits: torch.Tensor, num_ranks: int) -> Candidates:
         """As `Choose`."""
-        return Candidates(logits.topk(num_ranks, dim=-1).indices)
+        return Candidates(best_of(logits, num_ranks))
+
+
+def choose_from(choose: Choose, heads: LMHeads, states: torch.Tensor, num_ranks: int) -> Candidates:
+    """Candidates that `choose` picks from the logits of `heads` on `states`.
+
+    Args:
+        choose: the rule.
+        heads: LM heads.
+        states: [B, M, C] states of M lists.
+        num_ranks: tokens per list.
+    """
+    if isinstance(choose, TopK):
+        return Candidates(heads.best_tokens(states, num_ranks))
+    return choose(heads.logits(states), num_ranks)
 
 
 @dataclass(frozen=True, slots=True)

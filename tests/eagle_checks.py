@@ -27,15 +27,16 @@ def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwor
     return network.eval()
 
 
-def record_logits(network) -> list[torch.Tensor]:
+def record_logits(network, model) -> list[torch.Tensor]:
     """Keep the logits of every pass; when drafting [B, n, draft vocabulary], in the order of feeding."""
-    passes, logits = [], network.logits
+    passes, speak = [], network.speak
+    lm_head = model.get_output_embeddings() if network.config.version == 1 else network.lm_head
 
-    def recording(states, lm_head):
-        passes.append(logits(states, lm_head))
-        return passes[-1]
+    def recording(states):
+        passes.append(lm_head(speak(states)))
+        return speak(states)
 
-    network.logits = recording
+    network.speak = recording
     return passes
 
 

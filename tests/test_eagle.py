@@ -56,7 +56,7 @@ def test_static_trees_follow_the_equations(version, generator):
     (text,) = random_prompts(generator, [5])
     literal = Literal(network, model)
     root = 7
-    passes = record_logits(network)
+    passes = record_logits(network, model)
     tree = propose(Eagle(network, shape), model, text, root)
     logits_of = dict(zip(sorted(set(shape.parent) - {-1}), torch.cat(passes, 1)[0], strict=True))
 
@@ -80,7 +80,7 @@ def test_dynamic_trees_follow_the_equations(version, generator):
     shape = DynamicTree(num_nodes=24, depth=3, top_k=4)
     (text,) = random_prompts(generator, [4])
     literal = Literal(network, model)
-    passes = record_logits(network)
+    passes = record_logits(network, model)
     tree = propose(Eagle(network, shape), model, text, root=9)
 
     # a path is (log-probability, tokens, pairs); expansion keeps the best top_k of each level

@@ -49,7 +49,7 @@ def test_training_computes_what_drafting_computes(version, generator):
     changes = {"draft_vocab_size": None} if version == 3 else {}  # so that any text is a candidate
     objective = objective_of(model, version, changes, num_unrolled=4)
     (text,) = random_prompts(generator, [12])
-    steps = record_logits(objective.network)
+    steps = record_logits(objective.network, model)
     objective(make_batch(model, objective, text[None]))
     trained = [step.clone() for step in steps]  # one entry per place: all may be learnt
     assert [len(step) for step in trained] == ([10] if version == 1 else [10, 9, 8, 7])

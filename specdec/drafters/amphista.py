@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from specdec.candidates import Choose
+from specdec.candidates import Choose, choose_from
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
@@ -95,9 +95,8 @@ class Amphista(NetworkDrafter):
         # every head is heard by the others; LM heads are needed for the tree's levels alone
         states = self.network.speak(pairs.last(first), pairs.last(second))
         levels = slice(self.shape.max_depth)
-        return self._template.expand(
-            choose(self.network.logits(states[:, levels], levels), self._num_ranks), root, lengths
-        )
+        candidates = choose_from(choose, self.network.lm_heads(levels), states[:, levels], self._num_ranks)
+        return self._template.expand(candidates, root, lengths)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Take in the target's states at the accepted nodes."""

@@ -74,7 +74,7 @@ class DraftModel(Drafter):
 
     def bind(self, target: Target) -> None:
         """Check the vocabulary, move to the target's device and lay out the levels."""
-        self.network = Target(self.model.to(target.device), backend=target.backend)
+        self.network = Target(self.model.to(target.device), backend=target.backend, fused=target.fused)
         if self.network.vocab_size != target.vocab_size:
             raise ValueError(
                 f"drafter: expected a vocabulary of {target.vocab_size} tokens as the target's, "

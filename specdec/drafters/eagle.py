@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from specdec.candidates import Candidates, Choose, TopK
+from specdec.candidates import Candidates, Choose, choose_from
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
@@ -30,6 +30,7 @@ from specdec.models.cache import KVCache
 from specdec.models.draft_layer import CachedAttention
 from specdec.models.eagle import EagleConfig, EagleNetwork, default_tap_layers
 from specdec.models.feature_prefix import FeaturePrefix
+from specdec.models.lm_heads import LMHeads
 from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.tree_levels import plan_levels
 from specdec.trees import MAX_NODES, TreeShape
@@ -104,7 +105,9 @@ class Eagle(NetworkDrafter):
         super().bind(target)
         self._target = target
         self._taps: list[int] = []
+        self._heads = self.lm_heads
         if self.network.config.version == 3:
+            self._heads = LMHeads.of(self.network.lm_head, backend=target.backend)
             layers = default_tap_layers(target.num_layers) if self.tap_layers is None else self.tap_layers
             self._taps = target.tap(layers)
         self._target_ids = self.network.target_ids
@@ -171,16 +174,15 @@ class Eagle(NetworkDrafter):
         tokens, logps, parents = [], [], []
         first_index = 0
         for depth in range(shape.max_depth):
-            logits = self.network.logits(states, self.lm_head).float()
-            best = TopK()(logits, width).tokens
-            tokens.append(self._target_ids[best])
+            best = self._heads.best(self.network.speak(states), width)
+            tokens.append(self._target_ids[best.tokens])
             beam = beam_step(
                 tokens[-1],
-                logits.gather(2, best),
+                best.values,
                 beam_logps,
                 width=width,
                 first_index=first_index,
-                logsumexp=logits.logsumexp(-1),
+                logsumexp=best.logsumexp,
                 backend=self._target.backend,
             )
             logps.append(beam.candidate_logps)
@@ -230,7 +232,7 @@ class Eagle(NetworkDrafter):
 
     def _choose(self, states: torch.Tensor, choose: Choose) -> Candidates:
         """Candidates after each of `states [B, n, C]`, as tokens of the target."""
-        chosen = choose(self.network.logits(states, self.lm_head), self._num_ranks)
+        chosen = choose_from(choose, self._heads, self.network.speak(states), self._num_ranks)
         if not self.network.has_own_vocabulary:
             return chosen
         laws = None

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.candidates import Candidates, Choose
+from specdec.candidates import Candidates, Choose, choose_from
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
@@ -117,10 +117,10 @@ class Falcon(NetworkDrafter):
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
         """Run the newest k pairs as a block, then the blocks of the tree depth by depth."""
         features, states, kept = self._read(root)
-        candidates = choose(self.lm_head(features[:, self._first_used]), self._num_ranks)
+        candidates = choose_from(choose, self.lm_heads, features[:, self._first_used], self._num_ranks)
         for blocks in self._passes:
             features, states = self._run_blocks(blocks, candidates, features, states, kept)
-            lists = choose(self.lm_head(features[:, blocks.used]), self._num_ranks)
+            lists = choose_from(choose, self.lm_heads, features[:, blocks.used], self._num_ranks)
             candidates = Candidates.cat((candidates, lists))
         return self._template.expand(candidates, root, lengths)
 

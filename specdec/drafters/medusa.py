@@ -7,11 +7,11 @@ Cost of one draft: one pass through K heads, (d^2 + d V) K weights; nothing sequ
 Deviations: none. The heads of a Medusa-2 model are the same heads; its target is the model in the same files.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from specdec.candidates import Choose
+from specdec.candidates import Choose, choose_from
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
@@ -36,6 +36,7 @@ class Medusa(NetworkDrafter):
     """
 
     kind: ClassVar[str] = "medusa"
+    network: MedusaHeads
     shape: TreeShape
     network_class: ClassVar[type[DraftNetwork]] = MedusaHeads
 
@@ -75,8 +76,10 @@ class Medusa(NetworkDrafter):
 
     def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
         """Candidates of every head, laid out as the tree."""
-        logits: Any = self.network(self._hidden, num_heads=self.shape.max_depth, lm_head=self.lm_head)
-        return self._template.expand(choose(logits, self._num_ranks), root, lengths)
+        network, count = self.network, self.shape.max_depth
+        heads = self.lm_heads if network.config.vocab_size is None else network.lm_heads(count)
+        candidates = choose_from(choose, heads, network.states(self._hidden, count), self._num_ranks)
+        return self._template.expand(candidates, root, lengths)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the state at the last accepted node; the next root is the token after it."""

@@ -10,6 +10,7 @@ from specdec.drafter_folder import DrafterRecord, TargetRecord, write_folder
 from specdec.drafters.base import Drafter
 from specdec.dynamic_tree import DynamicTree
 from specdec.models.draft_network import DraftNetwork
+from specdec.models.lm_heads import LMHeads
 from specdec.models.target import Target
 from specdec.trees import TreeShape
 
@@ -52,8 +53,10 @@ class NetworkDrafter(Drafter):
         if self.shape.max_rank >= target.vocab_size:
             raise ValueError(f"tree: expected ranks below {target.vocab_size}, got {self.shape.max_rank}")
         self.network.to(device=target.device, dtype=target.dtype).eval()
+        self.network.backend = target.backend
         self.embed = target.model.get_input_embeddings()
         self.lm_head = target.model.get_output_embeddings()
+        self.lm_heads = LMHeads.of(self.lm_head, backend=target.backend)
         self.target_record = TargetRecord.of(target)
 
     @property

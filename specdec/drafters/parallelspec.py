@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from specdec.candidates import Choose
+from specdec.candidates import Choose, choose_from
 from specdec.draft_tree import DraftTree, TreeTemplate
 from specdec.drafters.base import Prompt, Room
 from specdec.drafters.network import NetworkDrafter
@@ -114,7 +114,7 @@ class ParallelSpec(NetworkDrafter):
         self._prefix.advance()
         width = pairs.tokens.shape[1]
         states = torch.cat((pairs.last(states[:, :width])[:, None], states[:, width:]), 1)
-        return self._template.expand(choose(self.lm_head(states), self._num_ranks), root, lengths)
+        return self._template.expand(choose_from(choose, self.lm_heads, states, self._num_ranks), root, lengths)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the accepted tokens, and their states, to be read with the next draft."""
