@@ -5,7 +5,7 @@ only whether its tokens were drawn from laws that it knows.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -300,6 +300,7 @@ class AcceptanceStats:
         lossless: whether the acceptance rule is.
         times_ms: wall time per phase: prefill, draft, score, verify, commit. On a GPU these are times of the device.
         num_target_passes: scoring passes over the batch; prefill is not counted.
+        spans_ms: name, begin and end of every phase in milliseconds since prefill began, in order of their beginning.
     """
 
     num_emitted: list[list[int]]
@@ -307,6 +308,7 @@ class AcceptanceStats:
     lossless: bool
     times_ms: dict[str, float]
     num_target_passes: int
+    spans_ms: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
 
     @property
     def tau(self) -> float:

@@ -212,6 +212,7 @@ class Decoder:
             lossless=self.acceptance.lossless,
             times_ms=call.timer.times_ms(),
             num_target_passes=len(emitted),
+            spans_ms=call.timer.spans_ms(),
         )
         num_output = state.num_output.tolist()
         tokens = [row[:count] for row, count in zip(state.output.tolist(), num_output, strict=True)]
