@@ -188,6 +188,7 @@ class Decoder:
         self.check_prompts(prompts, max_new_tokens)
         prompt = self._pad(prompts, max_new_tokens)
         seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, len(prompts))
+        seeds = self.target.agree(seeds.to(self.target.device))
         call = _Call(
             torch.tensor(stop_tokens, dtype=torch.int32, device=self.target.device) if stop_tokens else None,
             Processing.none() if processing is None else processing,
@@ -197,7 +198,7 @@ class Decoder:
         reach: list[torch.Tensor] = []
         with without_autograd(self.target.device), self.target.hooked(), self.drafter.session():
             with call.timer.phase("prefill"):
-                state, report = self._prefill(prompt, max_new_tokens, Uniforms(seeds.to(self.target.device)), call)
+                state, report = self._prefill(prompt, max_new_tokens, Uniforms(seeds), call)
             if on_step is not None:
                 self._tell(state, report, on_step)
             while self._is_running(state):
@@ -223,14 +224,14 @@ class Decoder:
         state.uniforms.next_step()
         with call.timer.phase("draft"):
             choose = self.acceptance.chooser(call.processing.law, state.uniforms)
-            tree = self.drafter.draft(state.root, state.cache.lengths, choose)
+            tree = self.target.agree(self.drafter.draft(state.root, state.cache.lengths, choose))
         with call.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
         with call.timer.phase("verify"):
             history = state.history() if call.processing.needs_history else None
             processed = call.processing(output.logits, tree, history, state.budget > 0)
             limits = Limits(state.budget, call.stop_tokens, self.backend)
-            verdict = self.acceptance.verify(tree, processed, limits, state.uniforms)
+            verdict = self.target.agree(self.acceptance.verify(tree, processed, limits, state.uniforms))
             state.note_nan(output.logits, step)
         with call.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)
@@ -285,7 +286,7 @@ class Decoder:
         logits = output.logits[:, None]
         history = state.history() if call.processing.needs_history else None
         processed = call.processing(logits, None, history, state.budget > 0)
-        state.root = self.acceptance.first(processed[:, 0], uniforms)
+        state.root = self.target.agree(self.acceptance.first(processed[:, 0], uniforms))
         state.note_nan(logits, step=0)
         counts = torch.ones_like(state.root)
         state.emit(state.root[:, None], counts, call.stop_tokens)
