@@ -66,7 +66,10 @@ def together(folder):
     for rank, output in enumerate(outputs):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}, "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        }
         command = [sys.executable, "-m", "tests.tensor_parallel_worker", str(folder), str(output)]
         processes.append(
             subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
