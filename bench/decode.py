@@ -1,66 +1,246 @@
-"""Decoding speed of every bundled drafter beside plain decoding and transformers' own generate, in one run.
+"""Decoding speed: plain decoding, transformers' own `generate` eager and compiled, and every drafter, in one run.
 
-Questions: does our runtime cost anything over `model.generate` (row "none" against "transformers")? How much of tau
-becomes speed (efficiency = speedup / tau)?
-Run: `python -m specdec.bench.decode` (`--output FILE` appends the record, with provenance, to a JSON-lines file).
-All rows decode the same prompts one at a time; one counter counts all tokens; no number is printed if a text differs.
+Questions: does our runtime cost anything over `model.generate`? How much of tau becomes speed (efficiency = speedup /
+tau)? How far is a step from the bytes that it must read, and which phase takes the rest?
+
+    python -m specdec.bench.decode                                         # the bundled model, real acceptance
+    python -m specdec.bench.decode --device cuda --minutes 10 --output decode.jsonl --pictures pictures
+        --models llama-2-7b llama-3-8b vicuna-13b --batches 1 2 4 8 --contexts 512 2048 8192
+    python -m specdec.bench.decode --dry --output decode.jsonl             # every part of it, tiny, on the CPU
+
+The bundled model and its drafters are trained. The large shapes have random weights, drafters at their published sizes
+included, and *synthetic acceptance* (`bench/synthetic.py`), as every record, table and picture says.
+
+An arm is one way to decode; a cell is one model, batch size and context with every arm in it. The most telling cells
+and arms come first, every record is written at once, and each cell has its share of the time, so that a run which is
+cut off has told most. No arm gets a number before its text was compared with plain decoding; the exit status is 1 if
+one was wrong.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.table import Table
 
+from specdec.bench.decode_cells import Cell, run_cell
+from specdec.bench.machine import measure_machine
 from specdec.bench.provenance import append_record
-from specdec.comparison import compare, comparison_table
+from specdec.bench.random_models import DRAFTERS, random_drafter, random_target
+from specdec.bench.shapes import MODELS, TINY, ModelShape
+from specdec.bench.synthetic import PROFILES
+from specdec.bench.timeline import middle_steps, timeline_svg
+from specdec.bench.traffic import count_reads
+from specdec.checkpoints import load_drafter
+from specdec.drafters.base import Drafter
 from specdec.models.target import Target
-from specdec.tiny import TINY_FOLDER, load_tiny, load_tiny_drafters
+from specdec.tiny import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
 
-__all__ = ["main"]
+__all__ = ["cells", "main", "order"]
+
+BUNDLED = "bundled"
+_SHAPES = {shape.name.lower(): shape for shape in (*MODELS, TINY)}
+_TWIN = ModelShape("twin", 7, 64, 96, 4, 2, 16, 256)  # deep enough for the rule that says what EAGLE-3 reads
+_DRY = ModelShape("tiny", 3, 64, 96, 4, 2, 16, 256)
+
+
+def order(models: Sequence[str], batches: Sequence[int], contexts: Sequence[int]) -> list[tuple[str, int, int]]:
+    """Model, batch and context of every cell, the most telling first.
+
+    Args:
+        models: names, the most telling first. The bundled model has prompts of its own, and context 0.
+        batches: batch sizes.
+        contexts: tokens of the prompts.
+    """
+    found = [
+        (model, batch, context)
+        for model, batch in itertools.product(models, batches)
+        for context in ((0,) if model == BUNDLED else contexts)
+    ]
+    usual = (models[0], batches[0], 2048 if 2048 in contexts else contexts[0])
+    # in how many respects a cell differs from the usual one; then a model's cells together: it is built only once
+    return sorted(found, key=lambda cell: (_distance(cell, usual), models.index(cell[0])))
+
+
+def _distance(cell: tuple[str, int, int], usual: tuple[str, int, int]) -> int:
+    return (cell[0] != usual[0]) + (cell[1] != usual[1]) + (cell[2] not in (0, usual[2]))
+
+
+def cells(options: argparse.Namespace) -> Iterator[tuple[Cell, float]]:
+    """Every cell, and the part of all the time that it may take; a model is built when its first cell is due."""
+    places = order(options.models, options.batches, options.contexts)
+    built: dict[str, tuple[Any, ...]] = {}
+    for index, (model, batch, context) in enumerate(places):
+        if model not in built:
+            built.clear()  # one large model at a time
+            built[model] = _bundled(options) if model == BUNDLED else _random(model, options)
+        target, prompts, drafters, reads, stops = built[model]
+        rows = prompts(batch, context)
+        cell = Cell(
+            model=model,
+            context=str(context) if context else "of the bundled prompts",
+            target=target,
+            batches=rows,
+            drafters={
+                name: make for name, make in drafters.items() if not options.drafters or name in options.drafters
+            },
+            reads=reads,
+            profile=None if model == BUNDLED else PROFILES[options.profile],
+            stop_tokens=stops,
+            max_new_tokens=options.max_new_tokens,
+            repeats=options.repeats,
+            machine=measure_machine() if options.device == "cuda" else None,
+            compiled=index == 0 or options.compile_everywhere,
+        )
+        yield cell, 1 / (len(places) - index)
+
+
+def _bundled(options: argparse.Namespace) -> tuple[Any, ...]:
+    """The bundled model: target, prompts by batch, drafters, reads and stop tokens."""
+    dtype = getattr(torch, options.dtype) if options.dtype else torch.float32
+    loaded, tokenizer = load_tiny(device=options.device, dtype=dtype)
+    target = Target(loaded)
+    here = Target(load_tiny()[0])
+    sources = {"prompt_lookup": "prompt_lookup", "lookahead": "lookahead"}
+    sources |= {name: str(tiny_drafter(name)) for name in bundled_drafters()}
+    texts = json.loads((TINY_FOLDER / "prompts.json").read_text())[: 2 if options.dry else None]
+    encoded = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+    makers: dict[str, Callable[[], Drafter]] = {
+        name: functools.partial(load_drafter, source, target) for name, source in sources.items()
+    }
+    reads = {name: count_reads(here, load_drafter(source, here)) for name, source in sources.items()}
+
+    def prompts(batch: int, context: int) -> list[list[torch.Tensor]]:  # noqa: ARG001 - as of random weights
+        return [encoded[start : start + batch] for start in range(0, len(encoded), batch)]
+
+    return target, prompts, makers, reads, (tokenizer.eos_token_id,)
+
+
+def _random(model: str, options: argparse.Namespace) -> tuple[Any, ...]:
+    """Random weights of a true shape: target, prompts, drafters, reads and stop tokens."""
+    default = torch.bfloat16 if options.device == "cuda" else torch.float32
+    dtype = getattr(torch, options.dtype) if options.dtype else default
+    shape = _DRY if options.dry else _SHAPES[model]
+    room = max(options.contexts) + options.max_new_tokens + 1
+    target = Target(random_target(shape, max_positions=room, device=options.device, dtype=dtype))
+
+    def prompts(batch: int, context: int) -> list[list[torch.Tensor]]:
+        generator = torch.Generator().manual_seed(context)
+        rows = torch.randint(0, target.vocab_size, (batch, context), generator=generator)
+        return [list(rows)]
+
+    makers = {name: functools.partial(random_drafter, name, target) for name in DRAFTERS}
+    return target, prompts, makers, _twin_reads(), ()
+
+
+@functools.cache
+def _twin_reads() -> Mapping[str, Mapping[str, float]]:
+    """How often each kind's draft reads each weight, from small twins on the CPU."""
+    twin = Target(random_target(_TWIN, max_positions=1024, device="cpu", dtype=torch.float32))
+    return {name: count_reads(twin, random_drafter(name, twin)) for name in DRAFTERS}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status, 1 if any text differs from plain decoding."""
+    """Run the benchmark; returns the exit status, 1 if any text was wrong."""
+    options = _options(arguments)
+    console = Console(width=150)
+    deadline = time.monotonic() + 60 * options.minutes
+    num_red = 0
+    for cell, share in cells(options):
+        left = deadline - time.monotonic()
+        if left <= 0 and share < 1:
+            print(f"no time: {cell}", flush=True)
+            continue
+        records, lanes = [], {}
+        for record, spans in run_cell(cell, deadline=time.monotonic() + share * left):
+            if options.dry:
+                record["dry"] = "dry run on a CPU: nothing was timed on a GPU"
+            if options.output is not None:
+                append_record(options.output, record)
+            records.append(record)
+            if spans:
+                lanes[record["arm"]] = middle_steps(spans)
+            num_red += record.get("gate") == "red"
+        console.print(_table(records, str(cell)))
+        if options.pictures is not None:
+            file = options.pictures / f"{cell.model}-b{cell.batch_size}-ctx{cell.context.split()[0]}.svg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(timeline_svg(lanes, str(cell)), encoding="utf-8")
+    return int(num_red > 0)
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="specdec.bench.decode", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", nargs="+", choices=(BUNDLED, *_SHAPES), default=[BUNDLED], help="default: bundled")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1], help="the most telling first (default: 1)")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[2048], help="of random weights (default: 2048)")
+    parser.add_argument("--drafters", nargs="+", default=[], help="these alone (default: all)")
+    parser.add_argument("--profile", choices=tuple(PROFILES), default="steady-75", help="of synthetic acceptance")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="default: bfloat16 for random weights on a GPU, else float32",
+    )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="JSON-lines file that the record is appended to")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time for everything (default: 60)")
+    parser.add_argument(
+        "--compile-everywhere", action="store_true", help="compiled generate in all cells, not in the first alone"
+    )
+    parser.add_argument("--output", type=Path, help="JSON-lines file that records are appended to")
+    parser.add_argument("--pictures", type=Path, help="folder that receives a timeline (SVG) of every cell")
+    parser.add_argument("--dry", action="store_true", help="everything once, tiny, on the CPU")
     options = parser.parse_args(arguments)
+    if options.dry:
+        options.models, options.batches, options.contexts = [TINY.name, BUNDLED], [2], [24]
+        options.max_new_tokens, options.repeats, options.device = 6, 1, "cpu"
+    known = {*DRAFTERS, *bundled_drafters()}
+    if unknown := set(options.drafters) - known:
+        parser.error(f"--drafters: expected some of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
+    if options.max_new_tokens < 2 or min(options.batches) < 1 or min(options.contexts) < 1 or options.repeats < 1:
+        parser.error("expected --max-new-tokens of 2 or more, and --batches, --contexts and --repeats of 1 or more")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: expected an NVIDIA GPU for cuda, found none")
+    return options
 
-    model, tokenizer = load_tiny(device=options.device)
-    target = Target(model)
-    texts = json.loads((TINY_FOLDER / "prompts.json").read_text())
-    prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
-    drafters = load_tiny_drafters(target)
 
-    console = Console()
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("decoding", total=(len(drafters) + 1) * (options.repeats + 1))
-        rows = compare(
-            target,
-            drafters,
-            prompts,
-            max_new_tokens=options.max_new_tokens,
-            stop_tokens=(tokenizer.eos_token_id,),
-            repeats=options.repeats,
-            on_progress=lambda _: progress.advance(task),
-        )
-    if not all(row.identical for row in rows):
-        print("texts differ; no time is reported:", [row.name for row in rows if not row.identical], file=sys.stderr)
-        return 1
-    console.print(comparison_table(rows, f"bundled model, batch 1, greedy, {options.device}"))
-    by_name = {row.name: row for row in rows}
-    print(f"plain decoding over transformers generate: {1 / by_name['transformers'].speedup:.2f}")
-    for row in rows:
-        if row.tau > 1:
-            print(f"efficiency (speedup / tau) of {row.name}: {row.speedup / row.tau:.2f}")
-    if options.output is not None:
-        append_record(options.output, {"bench": "decode", "rows": [row.record() for row in rows]})
-    return 0
+def _table(records: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """The records of a cell for a terminal."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("arm", no_wrap=True)
+    headings = (
+        "tok/s",
+        "speedup",
+        "tau",
+        "speedup / tau",
+        "step ms",
+        "draft",
+        "score",
+        "verify",
+        "commit",
+        "% of floor",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    table.add_column("text")
+    for record in records:
+        if "missing" in record:
+            table.add_row(record["arm"], *["-"] * len(headings), record["missing"][:60])
+            continue
+        split = record.get("split_ms", {})
+        values = [record.get(key) for key in ("tokens_per_second", "speedup", "tau", "efficiency", "step_ms")]
+        values += [split.get(phase) for phase in ("draft", "score", "verify", "commit")]
+        cells_ = ["-" if value is None else f"{value:.3g}" for value in [*values, record.get("percent_of_floor")]]
+        table.add_row(record["arm"], *cells_, "identical" if record["identical"] else "near-tie")
+    return table
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from specdec.bench.provenance import append_record, provenance
+from specdec.bench.shapes import BATCHES, CONTEXTS, MODELS, ModelShape
 from specdec.bench.stages import Outcome, Stage, run_stages
 from specdec.bench.summary import summarize
 
@@ -37,6 +39,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _BENCHMARKS = Path(__file__).resolve().parent / "kernels"
 _RESERVE_S = 20.0  # to stop the last stage and to write the summary
 _DRY_TEST = "test_tree_expand"
+_SIZES = ("--batches", *map(str, BATCHES), "--contexts", *map(str, sorted(CONTEXTS, key=lambda size: size != 2048)))
 
 # by what an op decides: the share of a step, then the risk of its design; the rest follows in alphabetical order
 _MOST_TELLING = (
@@ -59,22 +62,37 @@ def stages(folder: Path, *, dry: bool) -> list[Stage]:
     module = [sys.executable, "-m"]
     tiny = ["--dry"] if dry else []
 
-    def measurement(name: str, least_s: float, most_s: float, *arguments: str) -> Stage:
-        command = [*module, f"specdec.bench.{name}", *arguments, "--output", str(folder / f"{name}.jsonl")]
-        return Stage(name, {name: command}, least_s, most_s)
+    def measurement(name: str, least_s: float, most_s: float, *arguments: str, part: str = "") -> Stage:
+        stage = name + part
+        command = [*module, f"specdec.bench.{name}", *arguments, "--output", str(folder / f"{stage}.jsonl")]
+        return Stage(stage, {stage: command}, least_s, most_s)
 
-    decode = ["--device", "cpu", "--max-new-tokens", "8", "--repeats", "1"] if dry else ["--device", "cuda"]
+    def decoding(part: str, least_s: float, most_s: float, *arguments: str) -> Stage:
+        place = ["--dry"] if dry else ["--device", "cuda", "--minutes", f"{most_s / 60:g}"]
+        pictures = ["--pictures", str(folder / "pictures")]
+        return measurement("decode", least_s, most_s, *place, *pictures, *arguments, part=part)
+
+    benchmarks = _benchmarks(folder, dry=dry)
+    # the usual step of the smallest model first; a dry run has one stage for all of decoding
     found = [
         measurement("machine", 30, 120, *tiny),
         _tests(folder, dry=dry),
         measurement("small_m", 30, 240, *tiny),
-        *_benchmarks(folder, dry=dry),
+        *benchmarks[:1],
+        *([] if dry else [decoding("_7b", 90, 300, *_models(MODELS[:1]), "--repeats", "3")]),
+        *benchmarks[1:],
         _race_check(dry=dry),
-        measurement("decode", 60, 300, *decode),
+        decoding("", 60, 300),
+        *([] if dry else [decoding("_all", 300, 3600, *_models(MODELS), *_SIZES, "--repeats", "3")]),
     ]
     # with no GPU to be found, each command takes the way of a machine without one
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"} if dry else {"TRITON_INTERPRET": ""}
     return [replace(stage, environment=hidden) for stage in found]
+
+
+def _models(models: Sequence[ModelShape]) -> list[str]:
+    """The shapes as an option of the decoding benchmark."""
+    return ["--models", *(model.name.lower() for model in models)]
 
 
 def _pytest(*arguments: str | Path) -> list[str]:

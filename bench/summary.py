@@ -144,11 +144,24 @@ def _races(records: Sequence[Record]) -> str:
 def _decode(records: Sequence[Record]) -> str:
     if not records:
         return ""
-    rows = [
-        [row["name"], _number(row["tau"]), _number(row["tokens_per_second"]), _number(row["speedup"])]
-        for row in records[-1]["rows"]
-    ]
-    return f"## Decoding with the bundled model\n\n{_table(['drafter', 'tau', 'tokens per s', 'speedup'], rows)}"
+    cells: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        key = tuple(record[name] for name in ("model", "dtype", "batch", "context", "acceptance"))
+        cells.setdefault(key, []).append(record)
+    header = ["arm", "tokens per s", "speedup", "tau", "speedup / tau", "step, ms", "% of its floor", "text"]
+    text = "## Decoding\n"
+    for (model, dtype, batch, context, acceptance), found in cells.items():
+        text += f"\n{model}, {dtype}, batch {batch}, context {context}, greedy, **{acceptance}**\n\n"
+        text += _table(header, [_decode_row(record) for record in found])
+    return text
+
+
+def _decode_row(record: Record) -> list[str]:
+    keys = ("tokens_per_second", "speedup", "tau", "efficiency", "step_ms", "percent_of_floor")
+    if "missing" in record:
+        return [record["arm"], *["-"] * len(keys), record["missing"]]
+    text = "identical" if record["identical"] else f"{len(record['divergences'])} near-ties"
+    return [record["arm"], *(_number(record.get(key)) for key in keys), text]
 
 
 def _stages(records: Sequence[Record]) -> str:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,10 +24,12 @@ from specdec.kernels.launch import Backend, resolve_backend
 from specdec.models.cache import KVCache
 from specdec.models.fused import fused_layers
 from specdec.models.passes import PromptPass, TreePass
+from specdec.models.sharding import Sharding
 
 __all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
 
 CHECKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+T = TypeVar("T")
 _ATTENTION_NAME = "specdec"
 # Keywords by which other families change attention itself; ignoring one would change the model's output.
 _UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
@@ -73,13 +75,16 @@ class PrefillOutput:
 class Target:
     """A hooked model. The model itself is unchanged outside `with target.hooked():`.
 
+    A model that transformers sharded over processes (`tp_plan="auto"`) decodes as any other, if all processes make the
+    same calls; see `specdec.models.sharding`. `num_kv_heads` are then the heads of this process.
+
     Args:
-        model: a decoder-only transformers model with an LM head, all on one device.
+        model: a decoder-only transformers model with an LM head, all on one device per process.
         tap_layers: decoder layers (0-based) whose outputs drafters want beside the final state.
         backend: what runs the kernels; by default decided by the device.
         fused: whether layers of the LLaMA kind score trees on the fused path (`specdec.models.fused`), which packs
             weights of the model side by side; by default on where Triton runs the kernels. On a CPU it saves no
-            launches, so that nothing would be gained by it.
+            launches, so that nothing would be gained by it. Never for a sharded model.
 
     Raises:
         TypeError: `model` is no transformers model.
@@ -101,11 +106,15 @@ class Target:
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = model.dtype
         self.backend: Backend = resolve_backend(torch.empty(0, device=self.device), backend)
-        self.fused: bool = self.backend == "triton" if fused is None else fused
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.sharding = Sharding.of(model, _decoder_layers(model.get_decoder()), self.head_dim)
+        if self.sharding is not None:
+            self.num_heads = self.num_heads // self.num_kv_heads * self.sharding.num_kv_heads
+            self.num_kv_heads = self.sharding.num_kv_heads
+        self.fused: bool = self.sharding is None and (self.backend == "triton" if fused is None else fused)
         head = model.get_output_embeddings()  # may be quantized: its features tell more than its weight
         self.hidden_size: int = head.in_features
         self.vocab_size: int = head.out_features
@@ -118,6 +127,14 @@ class Target:
         if config.model_type not in CHECKED_FAMILIES and model not in _COMPARED:
             self._compare_with_own_forward()
             _COMPARED.add(model)
+
+    def agree(self, value: T) -> T:
+        """The first process's integers, where the model is sharded over several; else the value itself.
+
+        Args:
+            value: a tensor of integers or a dataclass with such tensors, as in `Sharding.agree`.
+        """
+        return value if self.sharding is None else self.sharding.agree(value)
 
     def new_cache(self, batch_size: int, capacity: int, device: torch.device | None = None) -> KVCache:
         """A zeroed cache for `batch_size` rows of `capacity` slots (tokens and tree nodes) each.

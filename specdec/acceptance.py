@@ -5,7 +5,7 @@ only whether its tokens were drawn from laws that it knows.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -303,6 +303,7 @@ class AcceptanceStats:
         num_target_passes: scoring passes over the batch; prefill is not counted.
         captured: whether the steps were replayed from one that was captured as a CUDA graph. Then times_ms has one
             entry for all of them, `steps`, instead of those from draft to commit. False on a CPU.
+        spans_ms: name, begin and end of every phase in milliseconds since prefill began, in order of their beginning.
     """
 
     num_emitted: list[list[int]]
@@ -311,6 +312,7 @@ class AcceptanceStats:
     times_ms: dict[str, float]
     num_target_passes: int
     captured: bool = False
+    spans_ms: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
 
     @property
     def tau(self) -> float:

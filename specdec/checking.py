@@ -12,7 +12,7 @@ from specdec.drafters.base import Drafter
 from specdec.models.target import Target
 from specdec.trees import TreeLike
 
-__all__ = ["CheckReport", "Divergence", "check"]
+__all__ = ["CheckReport", "Divergence", "check", "first_divergence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Divergence:
         prompt: index of the prompt.
         position: index of the new token, from 0.
         plain: the token of plain decoding.
-        speculative: the token of speculative decoding; -1 if it ended earlier.
+        speculative: the token of speculative decoding; -1 for the one of both that ended earlier.
         margin: logit of the plain token less that of the speculative one, in a plain pass over the common text. Near 0
             it is a tie that rounding decides; a large margin is a bug.
     """
@@ -97,13 +97,32 @@ def check(
         result = speculative.decode([prompt], max_new_tokens)
         num_tokens += len(expected)
         emitted += result.stats.num_emitted[0]
-        got = result.tokens[0] + [-1] * (len(expected) - len(result.tokens[0]))
-        position = next((i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b), None)
-        if position is not None:
-            margin = _margin(target, prompt, expected, got[position], position)
-            divergences.append(Divergence(index, position, expected[position], got[position], margin))
+        divergence = first_divergence(target, prompt, expected, result.tokens[0], index=index)
+        if divergence is not None:
+            divergences.append(divergence)
     tau = sum(emitted) / len(emitted) if emitted else float("nan")
     return CheckReport(len(prompts), num_tokens, divergences, tau)
+
+
+def first_divergence(
+    target: Target, prompt: torch.Tensor, expected: list[int], got: list[int], *, index: int = 0
+) -> Divergence | None:
+    """The first place where a text differs from that of plain decoding; None if it does not.
+
+    Args:
+        target: the target.
+        prompt: 1-D int64 tokens before both texts.
+        expected: what plain decoding gave.
+        got: what is compared with it.
+        index: number of the prompt, for the report.
+    """
+    length = max(len(expected), len(got))
+    plain, other = (tokens + [-1] * (length - len(tokens)) for tokens in (expected, got))
+    position = next((i for i, (a, b) in enumerate(zip(plain, other, strict=True)) if a != b), None)
+    if position is None:
+        return None
+    margin = _margin(target, prompt, plain, other[position], position)
+    return Divergence(index, position, plain[position], other[position], margin)
 
 
 @torch.no_grad()
@@ -115,4 +134,4 @@ def _margin(target: Target, prompt: torch.Tensor, expected: list[int], got: int,
     lengths = torch.tensor([text.shape[0]], dtype=torch.int32, device=target.device)
     with target.hooked():
         logits = target.prefill(text[None], lengths, target.new_cache(1, text.shape[0])).logits[0].float()
-    return float(logits[expected[position]] - logits[got]) if got >= 0 else float("inf")
+    return float(logits[expected[position]] - logits[got]) if min(got, expected[position]) >= 0 else float("inf")

@@ -28,6 +28,7 @@ from specdec.dynamic_tree import AnyTreeLike, DynamicTree, as_tree, load_tree
 from specdec.models.draft_network import DraftNetwork, load_strictly
 from specdec.models.target import Target
 from specdec.published import TensorFiles, download, read_config, tensor_files
+from specdec.tree_budget import read_plan
 from specdec.trees import TreeShape
 
 __all__ = ["DRAFTER_KINDS", "load_drafter"]
@@ -54,7 +55,9 @@ def load_drafter(
         target: what it will draft for.
         kind: what `source` holds, when the files do not tell.
         tree: the draft tree, in any of the forms of `specdec.dynamic_tree.as_tree`; with `"dynamic"`, for drafters that
-            grow their trees, the settings `num_nodes` (root counted), `depth` and `top_k` are its limits.
+            grow their trees, the settings `num_nodes` (root counted), `depth` and `top_k` are its limits. `"auto"`
+            measures for some seconds which part of the default tree is fastest for one request on this machine, and a
+            plan of `specdec tune` is such a choice on file; where no tree is expected to pay, both give plain decoding.
         any_target: load a drafter that was trained for another target of the same sizes.
         settings: settings of the kind, such as prompt_lookup's `max_ngram` and `num_draft_tokens`.
 
@@ -68,6 +71,10 @@ def load_drafter(
         if tree is not None or settings:
             raise ValueError("tree: expected None with a Drafter object, which has its tree and settings already")
         return source
+    if tree == "auto":
+        return _tuned(load_drafter(source, target, kind=kind, any_target=any_target, **settings), target)
+    if isinstance(tree, str | os.PathLike) and os.path.isfile(tree) and not _is_worth_it(tree):
+        return _without_weights("none", None, {})
     if source is None:
         source = "none"
     if isinstance(source, PreTrainedModel):
@@ -87,6 +94,24 @@ def load_drafter(
     if (path / RECORD).exists():
         return _load_own(path, target, kind, tree, any_target, settings)
     return _load_published(path, target, kind, tree, settings)
+
+
+def _tuned(drafter: Drafter, target: Target) -> Drafter:
+    """The drafter with the part of its tree that is expected to be fastest."""
+    from specdec.tuning import tune, with_tree
+
+    plan = tune(target, drafter)
+    logger.info("tree: %s", plan)
+    return with_tree(drafter, plan.tree)
+
+
+def _is_worth_it(file: str | os.PathLike[str]) -> bool:
+    """False for a plan that found plain decoding to be fastest."""
+    plan = read_plan(file)
+    if plan is None or plan.pays:
+        return True
+    logger.info("tree: plain decoding, as %s says", os.fspath(file))
+    return False
 
 
 def _without_weights(kind: str, tree: AnyTreeLike | None, settings: dict[str, Any]) -> Drafter:

@@ -65,18 +65,39 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--chat-template", type=Path, help=_CHAT_TEMPLATE)
     chat.set_defaults(run=_chat)
 
+    tune = commands.add_parser("tune", help="measure which part of a draft tree is fastest here; a file for --tree")
+    _add_pair(tune)
+    tune.add_argument("--output", type=Path, required=True, help="JSON file that receives the plan")
+    tune.add_argument("--prompt", action="append", help="text to measure acceptance on; may be repeated (default: "
+                      "texts that the target writes itself)")  # fmt: skip
+    tune.add_argument("--batch-size", type=int, default=1, help="rows decoded together (default: %(default)s)")
+    tune.add_argument("--context", type=int, help="tokens of text per row (default: 512, or half of a smaller context)")
+    tune.add_argument("--max-new-tokens", type=int, default=64, help="per prompt (default: %(default)s)")
+    tune.set_defaults(run=_tune)
+
     _add_training(commands)
     return parser
 
 
-def _add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Options of the commands that decode."""
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    """Options that name a target, a drafter and its tree."""
     parser.add_argument("--model", required=True, help="target: a folder, a hub id, or 'tiny', the bundled model")
     parser.add_argument(
         "--drafter", default="none", help="a kind without weights (none, prompt_lookup, lookahead), a folder or a hub "
         "id; with --model tiny also any bundled drafter, such as medusa (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--tree", help="preset name, JSON file, k_config such as 4,2,2, or length of a chain")
+    parser.add_argument(
+        "--tree", help="preset name, JSON file, k_config such as 4,2,2, length of a chain, or auto, which measures"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU"
+    )
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+
+
+def _add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Options of the commands that decode."""
+    _add_pair(parser)
     parser.add_argument(
         "--acceptance", choices=("auto", "greedy", "naive", "rejection", "traversal", "typical"), default="auto",
         help="which drafted tokens are kept; all but typical are lossless (default: %(default)s)",
@@ -90,10 +111,6 @@ def _add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> No
     parser.add_argument("--top-k", type=int, help="implies --do-sample; 0 keeps all tokens")
     parser.add_argument("--seed", type=int, help="of sampling: the same seed gives the same text")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help="default: %(default)s")
-    parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU"
-    )
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
 
 
 def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -230,6 +247,25 @@ def _chat(options: argparse.Namespace) -> int:
     console = Console(highlight=False)
     console.print(f"{options.model} with {drafter.kind}; /reset begins anew, /exit leaves", style="dim")
     run_chat(chat, console, lambda: input("> " if is_interactive else ""))
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from specdec.tuning import tune
+
+    _check_positive(options, "max_new_tokens", "batch_size")
+    target, drafter, tokenizer = _load_for_decoding(options)
+    prompts = [tokenizer(text, return_tensors="pt").input_ids[0].long() for text in options.prompt or ()]
+    plan = tune(
+        target,
+        drafter,
+        prompts or None,
+        batch_size=options.batch_size,
+        context=options.context or min(512, target.max_positions // 2),
+        max_new_tokens=options.max_new_tokens,
+    )
+    plan.save(options.output)
+    print(plan)
     return 0
 
 

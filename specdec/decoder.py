@@ -109,7 +109,7 @@ class Decoder:
             )
         self.drafter.bind(self.target)
         if capture is True:
-            on_gpu = self.target.device.type == "cuda" and self.backend == "triton"
+            on_gpu = self.target.device.type == "cuda" and self.backend == "triton" and self.target.sharding is None
             capture = CudaGraphs(self.target.device) if on_gpu else False
         self.captured: CapturedSteps | None = None
         if not isinstance(capture, bool):
@@ -146,7 +146,8 @@ class Decoder:
         """
         self.check_prompts(prompts, max_new_tokens)
         device, num_rows = self.target.device, len(prompts)
-        seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows).to(device)
+        seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows)
+        seeds = self.target.agree(seeds.to(device))
         stops = torch.tensor(stop_tokens, dtype=torch.int32, device=device) if stop_tokens else None
         processing = Processing.none() if processing is None else processing
         timer = PhaseTimer(device)
@@ -179,6 +180,7 @@ class Decoder:
                 times_ms=timer.times_ms(),
                 num_target_passes=num_steps,
                 captured=captured is not None,
+                spans_ms=timer.spans_ms(),
             )
             tokens = state.tokens(num_rows)
             cache = state.cache if captured is None else self._copy_cache(state, num_rows) if keep_cache else None
@@ -242,14 +244,14 @@ class Decoder:
         state.uniforms.next_step()
         with call.timer.phase("draft"):
             choose = self.acceptance.chooser(call.processing.law, state.uniforms)
-            tree = call.drafter.draft(state.root, state.cache.lengths, choose)
+            tree = self.target.agree(call.drafter.draft(state.root, state.cache.lengths, choose))
         with call.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
         with call.timer.phase("verify"):
             history = state.history() if call.processing.needs_history else None
             processed = call.processing(output.logits, tree, history, state.budget > 0)
             limits = Limits(state.budget, call.stop_tokens, self.backend)
-            verdict = self.acceptance.verify(tree, processed, limits, state.uniforms)
+            verdict = self.target.agree(self.acceptance.verify(tree, processed, limits, state.uniforms))
             state.note_nan(output.logits)
         with call.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)
@@ -368,7 +370,7 @@ class Decoder:
         history = state.history() if call.processing.needs_history else None
         is_running = state.budget > 0
         processed = call.processing(logits, None, history, is_running)
-        root = self.acceptance.first(processed[:, 0], state.uniforms)
+        root = self.target.agree(self.acceptance.first(processed[:, 0], state.uniforms))
         state.note_nan(logits, is_prefill=True)
         counts = is_running.int()
         state.emit(root, root[:, None], counts, call.stop_tokens)

@@ -64,12 +64,15 @@ class TargetRecord:
     @torch.no_grad()
     def of(cls, target: Target) -> "Self":
         """The record of a target."""
-        weight = target.model.get_input_embeddings().weight
+        embed = target.model.get_input_embeddings()
+        weight = embed.weight
         samples = torch.arange(_NUM_SAMPLES)
-        rows = samples * (weight.shape[0] - 1) // (_NUM_SAMPLES - 1)
-        columns = samples * 37 % weight.shape[1]
-        values = weight[rows.to(weight.device), columns.to(weight.device)].double().tolist()
-        return cls(target.vocab_size, target.hidden_size, tuple(float(f"{value:.6g}") for value in values))
+        rows = (samples * (weight.shape[0] - 1) // (_NUM_SAMPLES - 1)).to(weight.device)
+        columns = (samples * 37 % weight.shape[1]).to(weight.device)
+        # of a weight that is spread over processes, each has a part; the module gives whole rows
+        values = weight[rows, columns] if target.sharding is None else embed(rows).gather(1, columns[:, None])[:, 0]
+        numbers = values.double().tolist()
+        return cls(target.vocab_size, target.hidden_size, tuple(float(f"{number:.6g}") for number in numbers))
 
     def check(self, other: "TargetRecord", *, source: str, any_target: bool) -> None:
         """Raise ValueError if `other`, the target at hand, is not the one of this record.

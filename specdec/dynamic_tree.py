@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from specdec.tree_budget import TreePlan
 from specdec.tree_text import FORMAT_VERSION, check_keys, parse_json
 from specdec.trees import MAX_NODES, TreeLike, TreeShape, as_tree_shape
 
@@ -99,7 +100,7 @@ def as_tree(tree: AnyTreeLike) -> TreeShape | DynamicTree:
 
 
 def load_tree(path: str | os.PathLike[str]) -> TreeShape | DynamicTree:
-    """Read a file with a tree of either kind.
+    """Read a file with a tree of either kind, or with the plan of one that `specdec tune` wrote.
 
     Raises:
         OSError: the file cannot be read.
@@ -109,4 +110,6 @@ def load_tree(path: str | os.PathLike[str]) -> TreeShape | DynamicTree:
     data = parse_json(Path(path).read_bytes(), source)
     if isinstance(data, dict) and "dynamic" in data:
         return DynamicTree.from_dict(data, source=source)
+    if isinstance(data, dict) and "plan" in data:
+        return TreePlan.from_dict(data, source=source).tree
     return TreeShape.from_dict(data, source=source)

@@ -10,7 +10,7 @@ __all__ = ["PhaseTimer"]
 
 
 class PhaseTimer:
-    """Adds up the time spent in named phases on one device.
+    """Notes when named phases begin and end on one device.
 
     Args:
         device: where the work runs.
@@ -20,8 +20,8 @@ class PhaseTimer:
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self._enabled = enabled
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._times_ms: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._times: list[tuple[str, float, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -33,17 +33,24 @@ class PhaseTimer:
             start.record()
             yield
             end.record()
-            self._spans.append((name, start, end))
+            self._events.append((name, start, end))
         else:
             begin = time.perf_counter()
             yield
-            self._times_ms[name] = self._times_ms.get(name, 0.0) + (time.perf_counter() - begin) * 1e3
+            self._times.append((name, begin * 1e3, time.perf_counter() * 1e3))
+
+    def spans_ms(self) -> list[tuple[str, float, float]]:
+        """Name, begin and end of every phase so far, in milliseconds since the first one began; waits for the GPU."""
+        if self._events:
+            torch.cuda.synchronize()
+            first = self._events[0][1]
+            return [(name, first.elapsed_time(start), first.elapsed_time(end)) for name, start, end in self._events]
+        origin = self._times[0][1] if self._times else 0.0
+        return [(name, begin - origin, end - origin) for name, begin, end in self._times]
 
     def times_ms(self) -> dict[str, float]:
         """Milliseconds per phase so far; waits for the GPU."""
-        if self._spans:
-            torch.cuda.synchronize()
-            for name, start, end in self._spans:
-                self._times_ms[name] = self._times_ms.get(name, 0.0) + start.elapsed_time(end)
-            self._spans.clear()
-        return dict(self._times_ms)
+        times: dict[str, float] = {}
+        for name, begin, end in self.spans_ms():
+            times[name] = times.get(name, 0.0) + end - begin
+        return times

@@ -141,7 +141,8 @@ def test_every_benchmark_and_test_file_is_in_a_stage(tmp_path):
     benchmarks = {path.stem for path in (ROOT / "bench" / "kernels").glob("bench_*.py")}
     assert benchmarks == {name for name in found if name.startswith("bench_")}
     assert set(found["tests"].commands) == {path.stem for path in (ROOT / "tests" / "kernels").glob("test_*.py")}
-    assert list(found)[:4] == ["machine", "tests", "small_m", "bench_tree_attention"]
+    assert list(found)[:5] == ["machine", "tests", "small_m", "bench_tree_attention", "decode_7b"]
+    assert list(found)[-2:] == ["decode", "decode_all"]
     assert all(stage.jobs == 1 for name, stage in found.items() if name != "tests")
     assert all(stage.environment == {"TRITON_INTERPRET": ""} for stage in found.values())
 
