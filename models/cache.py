@@ -66,6 +66,7 @@ class KVCache(Cache):
     Attributes:
         data: [L, 2, B, S, HK, D] in the model's dtype.
         lengths: [B] int32, committed tokens per row.
+        row_starts: [B, 1] int64, the first slot of each row in a layer seen as [B * S, HK, D].
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class KVCache(Cache):
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.backend = backend
-        self._row_starts = torch.arange(batch_size, device=device)[:, None] * capacity
+        self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity
         self._slots = _Slots()
         super().__init__(layers=[_Layer(memory, self._slots) for memory in self.data])
 
@@ -95,7 +96,7 @@ class KVCache(Cache):
 
     def write_to(self, slots: torch.Tensor) -> None:
         """Say where the next pass writes: `slots [B, T]`, per row."""
-        self._slots.flat = (self._row_starts + slots).flatten()
+        self._slots.flat = (self.row_starts + slots).flatten()
 
     def commit(self, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
         """Keep the accepted path of the tree and drop the rest.

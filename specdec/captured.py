@@ -25,6 +25,7 @@ import torch
 
 from specdec.decode_state import DecodeState
 from specdec.drafters.base import Drafter, Room
+from specdec.memory_plan import tensors_of
 
 __all__ = [
     "LAG",
@@ -293,6 +294,7 @@ class CapturedSteps:
         stops = torch.full((num_stop_tokens,), -1, dtype=torch.int32, device=device) if num_stop_tokens else None
         try:
             step, call = make_step(memory.state, memory.drafter, stops)
+            _check_state_stays(memory.drafter, step)
             recording = self.engine.record(step)
         except CannotCaptureError as error:
             _LOG.warning("the step of this model cannot be captured, so that it runs eagerly: %s", error)
@@ -327,6 +329,24 @@ class CapturedSteps:
     def memories(self) -> list[tuple[DecodeState, Drafter]]:
         """The memories themselves."""
         return [(memory.state, memory.drafter) for memory in self._memories.values()]
+
+
+def _check_state_stays(drafter: Drafter, step: Callable[[], object]) -> None:
+    """Refuse a drafter, of the user's making perhaps, that keeps state where a replay would not find it.
+
+    Raises:
+        CannotCaptureError: a step binds an attribute to a new tensor, or changes a number.
+    """
+
+    def numbers() -> dict[str, object]:
+        return {name: value for name, value in vars(drafter).items() if isinstance(value, (int, float))}
+
+    step()  # what only the first step makes, such as tables, may stay
+    tensors, before = tensors_of(drafter), numbers()
+    step()
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    if storages != {tensor.untyped_storage()._cdata for tensor in tensors_of(drafter)} or before != numbers():
+        raise CannotCaptureError(f"the drafter {drafter.kind} binds its state anew instead of changing it in place")
 
 
 def new_drafter(drafter: Drafter, room: Room, device: torch.device) -> Drafter:

@@ -9,6 +9,7 @@ from torch import nn
 
 from specdec.decode_state import DecodeState
 from specdec.drafters.base import Drafter, Room
+from specdec.models.cache import KVCache
 from specdec.models.target import Target
 
 __all__ = ["Description", "MemoryPlan", "num_bytes", "tensors_of"]
@@ -102,7 +103,7 @@ class Description:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors that an object of this package holds, one per storage."""
+    """All tensors that an object of this package, or any drafter, holds, one per storage."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     waiting = [value]
@@ -129,11 +130,13 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.buffers()
     elif isinstance(value, Target):
         yield value.model
+    elif isinstance(value, KVCache):  # not the slots of the pass that is running, which are no state
+        yield from (value.data, value.lengths, value.row_starts)
     elif isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, (list, tuple)):
         yield from value
-    elif type(value).__module__.startswith("specdec."):
+    elif isinstance(value, Drafter) or type(value).__module__.startswith("specdec."):
         if is_dataclass(value):
             yield from (getattr(value, one.name) for one in fields(value))
         yield from getattr(value, "__dict__", {}).values()

@@ -19,6 +19,7 @@ from specdec.acceptance import RULES, choose_rule
 from specdec.captured import LAG, MAX_RECORDINGS, CannotCaptureError, batch_bucket, length_bucket
 from specdec.checkpoints import load_drafter
 from specdec.decoder import Decoder, NonFiniteLogitsError
+from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.memory_plan import num_bytes, tensors_of
 from specdec.models.target import Target
 from specdec.processing import Processing
@@ -224,6 +225,32 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_with_one_line(generator, c
     assert results[1].tokens == Decoder(build_target()).decode(prompts, 9).tokens
     assert "steps run eagerly" in str(decoder.describe())
     assert not decoder.warmup(max_length=20)
+
+
+class _Forgetful(PromptLookup):
+    """Keeps its text in an attribute that it binds anew, as any drafter might."""
+
+    def commit(self, verdict, output):
+        super().commit(verdict, output)
+        self._lengths = self._lengths.clone()
+
+
+class _Counts(PromptLookup):
+    num_drafts = 0
+
+    def draft(self, root, lengths, choose):
+        self.num_drafts += 1
+        return super().draft(root, lengths, choose)
+
+
+@pytest.mark.parametrize("drafter", [_Forgetful, _Counts])
+def test_a_drafter_whose_state_a_replay_would_not_find_runs_eagerly(drafter, generator, caplog):
+    decoder = Decoder(build_target(), drafter(num_draft_tokens=3), capture=Recorder())
+    prompts = some_prompts(generator, [5, 2])
+    result = decoder.decode(prompts, 12)
+    assert not result.stats.captured
+    assert result.tokens == Decoder(build_target()).decode(prompts, 12).tokens
+    assert "binds its state anew" in caplog.text
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
