@@ -79,7 +79,7 @@ def test_the_drafter_and_the_target_do_all_their_work(name, target, prompts, pla
     """What is replaced are tokens: nodes, passes and the drafter's calls are those of the drafter alone."""
     calls = []
     for drafter in (random_drafter(name, target), synthetic(name, target, plain, PROFILES["never"])):
-        inner = getattr(drafter, "drafter", drafter)
+        inner = type(getattr(drafter, "drafter", drafter))
         seen = {"draft": 0, "commit": 0}
         for method in seen:
             original = getattr(inner, method)
@@ -90,6 +90,7 @@ def test_the_drafter_and_the_target_do_all_their_work(name, target, prompts, pla
 
             monkeypatch.setattr(inner, method, counted)
         stats = Decoder(target, drafter).decode(prompts, 12).stats
+        monkeypatch.undo()
         assert seen == dict.fromkeys(seen, stats.num_target_passes)
         calls.append(drafter.shape.num_nodes)
     assert calls[0] == calls[1]
