@@ -227,7 +227,7 @@ class Decoder:
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
         with call.timer.phase("verify"):
             history = state.history() if call.processing.needs_history else None
-            processed = call.processing(output.logits, tree, history, state.budget > 0)
+            processed = call.processing(output.logits, tree, history, state.budget)
             limits = Limits(state.budget, call.stop_tokens, self.backend)
             verdict = self.acceptance.verify(tree, processed, limits, state.uniforms)
             state.note_nan(output.logits, step)
@@ -283,7 +283,7 @@ class Decoder:
         self.drafter.start(prompt, output)
         logits = output.logits[:, None]
         history = state.history() if call.processing.needs_history else None
-        processed = call.processing(logits, None, history, state.budget > 0)
+        processed = call.processing(logits, None, history, state.budget)
         state.root = self.acceptance.first(processed[:, 0], uniforms)
         state.note_nan(logits, step=0)
         counts = torch.ones_like(state.root)
