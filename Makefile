@@ -1,15 +1,16 @@
 # The documented commands. Each sets up what it needs first: a virtual environment in .venv with this package and its
-# tools. Settings: PYTHON (interpreter to start from), PYTEST_ARGS, BENCH_ARGS, GPU_ARGS.
+# tools. Settings: PYTHON (interpreter to start from), PYTEST_ARGS, FUZZ_ARGS, BENCH_ARGS, GPU_ARGS.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?= --output build/gpu
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench gpu clean
+.PHONY: help setup demo test fuzz check bench gpu clean
 
 VENV := .venv
 STAMP := $(VENV)/installed
@@ -30,6 +31,9 @@ demo: $(STAMP) ## Decode the bundled prompts with every drafter and compare.
 
 test: $(STAMP) ## Run the tests; those that need a GPU are skipped without one.
 	@$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+fuzz: $(STAMP) ## Make 10,000 random calls of generate; FUZZ_ARGS gives --first-seed and --num-calls.
+	@$(VENV)/bin/python tests/fuzz.py $(FUZZ_ARGS)
 
 check: $(STAMP) ## Lint, format, types, spelling, architecture.
 	@$(VENV)/bin/ruff check .

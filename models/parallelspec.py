@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from specdec.models.draft_layer import Attend, DraftLayer, DraftLayerConfig, Rotary
 from specdec.models.draft_network import DraftNetwork
+from specdec.models.eagle import EagleNetwork
 
 __all__ = ["ParallelSpecConfig", "ParallelSpecNetwork"]
 
@@ -142,3 +143,25 @@ class ParallelSpecNetwork(DraftNetwork):
         self.masks.normal_(std=float(embedding.float().std()))
         if self.mask_features is not None:
             self.mask_features.normal_()
+
+    @torch.no_grad()
+    def start_from_eagle(self, eagle: EagleNetwork) -> None:
+        """Begin training of the eagle variant with a trained head of EAGLE-1, which is this network without its masks.
+
+        Raises:
+            ValueError: another variant, a head of EAGLE-3, or one of other sizes.
+        """
+        if self.config.variant != "eagle" or eagle.config.version != 1:
+            raise ValueError(
+                "eagle: expected a drafter of EAGLE-1 for the eagle variant, got one of EAGLE-"
+                f"{eagle.config.version} for the {self.config.variant} variant"
+            )
+        own = self.state_dict()
+        given = {name.replace("layers.0.", "layer."): tensor for name, tensor in eagle.state_dict().items()}
+        sizes = {name: list(tensor.shape) for name, tensor in own.items() if name not in ("masks", "mask_features")}
+        got = {name: list(tensor.shape) for name, tensor in given.items()}
+        if got != sizes:
+            differing = sorted(name for name in sizes.keys() | got.keys() if sizes.get(name) != got.get(name))
+            raise ValueError(f"eagle: expected the sizes of this network, got others for {', '.join(differing)}")
+        for name, tensor in given.items():
+            own[name].copy_(tensor)

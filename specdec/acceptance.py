@@ -252,8 +252,8 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
     """The rule that `acceptance` means.
 
     Args:
-        acceptance: a rule, the name of one, or "auto": greedy without sampling; with it, the lossless rule that accepts
-            most of what this drafter proposes by itself.
+        acceptance: a rule, the name of one, or "auto": greedy without sampling; with it, the first of traversal,
+            rejection and naive that can judge the drafter. All are lossless, and they accept most in that order.
         drafter: what proposes.
         do_sample: whether tokens are sampled.
 
@@ -262,7 +262,7 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
     """
     if isinstance(acceptance, str):
         if acceptance == "auto":
-            acceptance = "greedy" if not do_sample else drafter.sampling_rule
+            acceptance = _first_that_fits(drafter) if do_sample else "greedy"
         if acceptance not in RULES:
             raise ValueError(f"acceptance: expected auto, {', '.join(RULES)} or a rule, got {acceptance!r}")
         rule = RULES[acceptance]()
@@ -278,6 +278,16 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
     return rule
 
 
+def _first_that_fits(drafter: Drafter) -> str:
+    for rule in (Traversal(), Rejection()):
+        try:
+            rule.check(drafter)
+        except ValueError:
+            continue
+        return rule.name
+    return Naive.name
+
+
 def _laws(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
     if tree.laws is None or tree.law_row is None:
         raise ValueError("acceptance: expected a tree with the laws that its tokens were drawn from, got one without")
@@ -287,7 +297,9 @@ def _laws(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
 def _takes_first_ranks(shape: TreeShape | DynamicTree) -> bool:
     """Whether the tree is static, and the children of every node take the ranks 0, 1, ..., without a gap."""
     return isinstance(shape, TreeShape) and all(
-        shape.parent[node - rank] == shape.parent[node] for node, rank in enumerate(shape.rank) if rank > 0
+        node > rank and shape.parent[node - rank] == shape.parent[node]
+        for node, rank in enumerate(shape.rank)
+        if rank > 0
     )
 
 

@@ -63,7 +63,7 @@ def load_drafter(
 
     Raises:
         FileNotFoundError: no such folder or repository, and no kind of that name.
-        TypeError: a setting that the kind does not have.
+        TypeError: a source of another type, or a setting that the kind does not have.
         ValueError: a malformed checkpoint, or one of another target.
     """
     target = target if isinstance(target, Target) else Target(target)
@@ -79,6 +79,8 @@ def load_drafter(
         source = "none"
     if isinstance(source, PreTrainedModel):
         return _draft_model(source, tree, settings)
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"drafter: expected a Drafter, a causal LM, a kind, a folder or a hub id, got {source!r}")
     name = os.fspath(source)
     if name in KINDS_WITHOUT_WEIGHTS:
         return _without_weights(name, tree, settings)

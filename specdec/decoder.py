@@ -249,7 +249,7 @@ class Decoder:
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
         with call.timer.phase("verify"):
             history = state.history() if call.processing.needs_history else None
-            processed = call.processing(output.logits, tree, history, state.budget > 0)
+            processed = call.processing(output.logits, tree, history, state.budget)
             limits = Limits(state.budget, call.stop_tokens, self.backend)
             verdict = self.target.agree(self.acceptance.verify(tree, processed, limits, state.uniforms))
             state.note_nan(output.logits)
@@ -368,11 +368,10 @@ class Decoder:
         call.drafter.start(prompt, output)
         logits = output.logits[:, None]
         history = state.history() if call.processing.needs_history else None
-        is_running = state.budget > 0
-        processed = call.processing(logits, None, history, is_running)
+        processed = call.processing(logits, None, history, state.budget)
         root = self.target.agree(self.acceptance.first(processed[:, 0], state.uniforms))
         state.note_nan(logits, is_prefill=True)
-        counts = is_running.int()
+        counts = (state.budget > 0).int()
         state.emit(root, root[:, None], counts, call.stop_tokens)
         return _Report(root[:, None], counts, torch.zeros_like(root)[:, None], logits, processed)
 

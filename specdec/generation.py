@@ -47,8 +47,8 @@ def generate(
     *,
     attention_mask: torch.Tensor | None = None,
     generation_config: GenerationConfig | None = None,
-    logits_processor: Sequence[Callable[..., torch.Tensor]] = (),
-    stopping_criteria: Sequence[Callable[..., Any]] = (),
+    logits_processor: Sequence[Callable[..., torch.Tensor]] | None = None,
+    stopping_criteria: Sequence[Callable[..., Any]] | None = None,
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
     streamer: Any | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -96,8 +96,7 @@ def generate(
     ids, keep = read_prompts(input_ids, attention_mask, target, config)
     settings = read_settings(config, ids.shape[1])
     prompts = [row[mask] for row, mask in zip(ids, keep, strict=True)]
-    if streamer is not None and len(prompts) > 1:
-        raise ValueError(f"streamer: expected one prompt, as streamers print one text, got {len(prompts)}")
+    _check_callers_code(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, len(prompts))
     proposer = load_drafter(drafter, target, tree=tree)
     rule = choose_rule(acceptance, proposer, do_sample=bool(config.do_sample))
     processing = Processing(
@@ -107,7 +106,7 @@ def generate(
         max_new_tokens=settings.max_new_tokens,
         width=ids.shape[1],
         stop_tokens=settings.stop_tokens,
-        custom=logits_processor,
+        custom=logits_processor or (),
         allowed_tokens=prefix_allowed_tokens_fn,
         device=target.device,
         backend=target.backend,
@@ -116,7 +115,7 @@ def generate(
     decoder.check_prompts(prompts, settings.max_new_tokens)
     host = HostSteps(
         prompts,
-        criteria=[*_stop_strings(config, tokenizer), *stopping_criteria],
+        criteria=[*_stop_strings(config, tokenizer), *(stopping_criteria or ())],
         max_time=config.max_time,
         streamer=streamer,
         keep_logits=bool(config.output_logits),
@@ -139,8 +138,8 @@ def generate(
 def hf_generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    logits_processor: Sequence[Callable[..., torch.Tensor]] = (),
-    stopping_criteria: Sequence[Callable[..., Any]] = (),
+    logits_processor: Sequence[Callable[..., torch.Tensor]] | None = None,
+    stopping_criteria: Sequence[Callable[..., Any]] | None = None,
     generation_config: GenerationConfig | None = None,
     drafter: Drafter | PreTrainedModel | str | os.PathLike[str] | None = None,
     acceptance: str | AcceptanceRule = "auto",
@@ -171,9 +170,9 @@ def hf_generate(
         input_ids,
         attention_mask=model_kwargs.get("attention_mask"),
         generation_config=config,
-        logits_processor=[one for one in logits_processor if not made.makes(one)],
+        logits_processor=[one for one in logits_processor or () if not made.makes(one)],
         stopping_criteria=[
-            one for one in stopping_criteria
+            one for one in stopping_criteria or ()
             if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria))
         ],
         streamer=spec_streamer,
@@ -198,6 +197,19 @@ def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bo
     if keep and decoder.captured is not None:
         drafter.kept_decoder = decoder
     return decoder
+
+
+def _check_callers_code(processors: Any, criteria: Any, allowed: Any, streamer: Any, num_prompts: int) -> None:
+    """Raise TypeError or ValueError for what could not be called."""
+    for name, functions in (("logits_processor", processors), ("stopping_criteria", criteria)):
+        if functions is not None and (not isinstance(functions, Sequence) or not all(map(callable, functions))):
+            raise TypeError(f"{name}: expected functions, got {functions!r}")
+    if allowed is not None and not callable(allowed):
+        raise TypeError(f"prefix_allowed_tokens_fn: expected a function, got {allowed!r}")
+    if streamer is not None and num_prompts > 1:
+        raise ValueError(f"streamer: expected one prompt, as streamers print one text, got {num_prompts}")
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer: expected an object with put and end, got {type(streamer).__name__}")
 
 
 def _stop_strings(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from specdec.models.target import Target
 from specdec.processing import PROCESSOR_FIELDS, WARPER_FIELDS
+from specdec.setting_checks import check_settings
 
 __all__ = ["Settings", "merge_settings", "read_prompts", "read_settings"]
 
@@ -54,12 +55,15 @@ class Settings:
 def merge_settings(
     target: Target, generation_config: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> GenerationConfig:
-    """Merge the settings, keywords first, and refuse what is not supported.
+    """Merge the settings, keywords first, and refuse what is wrong or not supported.
 
     Raises:
-        ValueError: a keyword that is no field of `GenerationConfig`.
+        TypeError: `generation_config` is none.
+        ValueError: a keyword that is no field of `GenerationConfig`, or a value that its field cannot take.
         NotImplementedError: a field that is set and not supported.
     """
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise TypeError(f"generation_config: expected a GenerationConfig, got {type(generation_config).__name__}")
     given = generation_config if generation_config is not None else target.model.generation_config
     config = copy.deepcopy(given) if given is not None else GenerationConfig()
     for name, value in keywords.items():
@@ -82,6 +86,7 @@ def merge_settings(
         if value in (None, False, defaults.get(name), neutral.get(name)) or value in ([], {}, 0):
             continue
         raise NotImplementedError(f"{name}: expected its default, got {value!r}; specdec does not support it")
+    check_settings(config, target.vocab_size)
     return config
 
 
@@ -89,7 +94,7 @@ def read_settings(config: GenerationConfig, width: int) -> Settings:
     """What the merged settings mean for prompts of padded length `width`.
 
     Raises:
-        ValueError: a number out of range, by name.
+        ValueError: `max_length` leaves no room behind the prompt.
     """
     max_new = config.max_new_tokens
     if max_new is None:
@@ -99,10 +104,6 @@ def read_settings(config: GenerationConfig, width: int) -> Settings:
             raise ValueError(
                 f"max_length: expected more than the prompt's {width} tokens, got {max_length}; or pass max_new_tokens"
             )
-    if not isinstance(max_new, int) or isinstance(max_new, bool) or max_new < 1:
-        raise ValueError(f"max_new_tokens: expected an int of at least 1, got {max_new!r}")
-    if config.max_time is not None and not config.max_time > 0:
-        raise ValueError(f"max_time: expected a number of seconds over 0, got {config.max_time!r}")
     stop_tokens = tuple(_ints(config.eos_token_id))
     pad = config.pad_token_id
     if pad is None:  # as transformers: the first end-of-sequence token; 0 when rows cannot end early
@@ -150,8 +151,6 @@ def read_prompts(
         if not all(mask[first : last + 1]):
             raise ValueError(f"attention_mask: expected padding at the ends only, got a gap in row {row}")
     copies = config.num_return_sequences or 1
-    if not isinstance(copies, int) or copies < 1:
-        raise ValueError(f"num_return_sequences: expected an int of at least 1, got {copies!r}")
     if copies > 1 and not config.do_sample:
         raise ValueError(f"num_return_sequences: expected 1 without sampling, as all would be equal, got {copies}")
     return input_ids.long().repeat_interleave(copies, 0), keep.repeat_interleave(copies, 0)

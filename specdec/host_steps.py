@@ -92,7 +92,7 @@ class HostSteps:
             if self._scores is not None:
                 scores = tuple(score[None] for score in self._scores[row][: before + count])
             ids = text[None, : start + count]
-            if any(bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self._criteria):
+            if any(_says_stop(criterion, ids, scores) for criterion in self._criteria):
                 return count
         return None
 
@@ -105,10 +105,19 @@ class HostSteps:
         return _stack(self._logits, pad_token)
 
 
+def _says_stop(criterion: Any, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
+    answer = criterion(ids, scores)
+    if not isinstance(answer, (bool, torch.Tensor)):
+        name = type(criterion).__name__
+        raise ValueError(f"stopping_criteria: expected a bool or a tensor from {name}, got {type(answer).__name__}")
+    return bool(torch.as_tensor(answer).any())
+
+
 def _stack(rows: list[list[torch.Tensor]] | None, pad_token: int) -> tuple[torch.Tensor, ...] | None:
     if rows is None:
         return None
     ended = torch.full_like(rows[0][0], -torch.inf)
-    ended[pad_token] = 0.0
+    if 0 <= pad_token < len(ended):
+        ended[pad_token] = 0.0
     longest = max(map(len, rows))
     return tuple(torch.stack([row[step] if step < len(row) else ended for row in rows]) for step in range(longest))

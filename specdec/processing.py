@@ -46,9 +46,6 @@ class Processing:
         custom: the user's processors; one of a type that the config also asks for takes its place.
         allowed_tokens: transformers' `prefix_allowed_tokens_fn`.
         backend: what runs the kernels; by default decided by the device.
-
-    Raises:
-        ValueError: a setting out of range, by name.
     """
 
     def __init__(
@@ -67,6 +64,7 @@ class Processing:
     ) -> None:
         self._settings = _active(config, do_sample=do_sample)
         self._backend = backend
+        self._stops = frozenset(stop_tokens)
         length = prompt_lengths[0] if prompt_lengths else 0
         self._first_row = (length, max_new_tokens, width, stop_tokens, device)
         self._rows: list[LogitsProcessorList] | None = None
@@ -108,7 +106,7 @@ class Processing:
         return self._rows is not None or "repetition_penalty" in self._settings
 
     def __call__(
-        self, logits: torch.Tensor, tree: DraftTree | None, history: torch.Tensor | None, is_running: torch.Tensor
+        self, logits: torch.Tensor, tree: DraftTree | None, history: torch.Tensor | None, budget: torch.Tensor
     ) -> torch.Tensor:
         """Process the logits of every node.
 
@@ -116,10 +114,11 @@ class Processing:
             logits: [B, N, V] the target's.
             tree: whose nodes they belong to; None for the end of the prompt (N = 1).
             history: [B, H] int32 tokens before the tree's root, -1 in places without one; None unless `needs_history`.
-            is_running: [B] bool; rows that have finished may be left as they are.
+            budget: [B] int32 tokens that each row may still emit.
 
         Returns:
-            [B, N, V], float32 if anything was done.
+            [B, N, V], float32 if anything was done. Nodes that cannot be reached may be left as they are: those of
+            finished rows, below a token that is impossible or ends the text, or beyond the budget.
 
         Raises:
             ValueError: a processor returned something else than finite or -inf scores of the shape it was given.
@@ -137,47 +136,57 @@ class Processing:
             )
         assert history is not None
         processed = logits.to(torch.float32, copy=True)
-        running = is_running.tolist()
-        parents = [[-1]] * len(running) if tree is None else tree.parent.expand(len(running), -1).tolist()
-        for row, processors in enumerate(self._rows):
-            if running[row]:
-                text = history[row][history[row] >= 0].long()
-                tokens = text.new_empty(0) if tree is None else tree.tokens[row].long()
-                _process_row(processed[row], text, tokens, parents[row], processors)
+        parents = [[-1]] * len(self._rows) if tree is None else tree.parent.expand(len(self._rows), -1).tolist()
+        for row, (processors, room) in enumerate(zip(self._rows, budget.tolist(), strict=True)):
+            text = history[row][history[row] >= 0].long()
+            tokens = text.new_empty(0) if tree is None else tree.tokens[row].long()
+            self._process_row(processed[row], text, tokens, parents[row], processors, room)
         return processed
 
+    def _process_row(
+        self,
+        scores: torch.Tensor,
+        text: torch.Tensor,
+        tokens: torch.Tensor,
+        parent: list[int],
+        processors: Sequence[Callable[..., torch.Tensor]],
+        room: int,
+    ) -> None:
+        """Process `scores [N, V]` of one row in place, depth by depth, at all nodes that can be reached.
 
-def _process_row(
-    scores: torch.Tensor,
-    text: torch.Tensor,
-    tokens: torch.Tensor,
-    parent: list[int],
-    processors: Sequence[Callable[..., torch.Tensor]],
-) -> None:
-    """Process `scores [N, V]` of one row in place, depth by depth; padding nodes stay as they are."""
-    paths = {0: [0] if tokens.numel() else []}
-    for node in range(1, len(parent)):
-        if parent[node] >= 0:
-            paths[node] = [*paths[parent[node]], node]
-    for depth in range(max(map(len, paths.values())) + 1):
-        nodes = [node for node, path in paths.items() if len(path) == depth]
-        if not nodes:
-            continue
-        own = tokens[torch.tensor([paths[node] for node in nodes], device=tokens.device).long()]
-        ids = torch.cat((text.expand(len(nodes), -1), own.view(len(nodes), depth)), 1)
-        level = scores[nodes]
-        for processor in processors:
-            result = processor(ids, level)
-            name = type(processor).__name__
-            if not isinstance(result, torch.Tensor) or result.shape != level.shape:
-                got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
-                raise ValueError(f"logits_processor: expected scores {list(level.shape)} from {name}, got {got}")
-            if result.isnan().any() and not level.isnan().any():
-                raise ValueError(f"logits_processor: expected scores without NaN from {name}, got NaN")
-            if not torch.isfinite(result).any(-1).all():
-                raise ValueError(f"logits_processor: expected a token that is still possible, got none from {name}")
-            level = result
-        scores[nodes] = level.to(scores.dtype)
+        No processor is asked about the others: under a grammar nothing at all may follow a text that breaks it.
+        """
+        listed = tokens.tolist()
+        paths = {0: [0] if listed else []}
+        nodes = [0]
+        while nodes and room > 0:
+            places = torch.tensor([paths[node] for node in nodes], dtype=torch.int64, device=tokens.device)
+            ids = torch.cat((text.expand(len(nodes), -1), tokens[places]), 1)
+            scores[nodes] = _apply(processors, ids, scores[nodes]).to(scores.dtype)
+            children = [node for node in range(1, len(parent)) if parent[node] in nodes]
+            own = scores[[parent[node] for node in children], [listed[node] for node in children]].tolist()
+            nodes = [
+                node for node, score in zip(children, own, strict=True)
+                if score > -torch.inf and listed[node] not in self._stops
+            ]  # fmt: skip
+            paths |= {node: [*paths[parent[node]], node] for node in nodes}
+            room -= 1
+
+
+def _apply(processors: Sequence[Callable[..., torch.Tensor]], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """What the processors make of `scores [n, V]` after the texts `ids [n, T]`, checked."""
+    for processor in processors:
+        result = processor(ids, scores)
+        name = type(processor).__name__
+        if not isinstance(result, torch.Tensor) or result.shape != scores.shape:
+            got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise ValueError(f"logits_processor: expected scores {list(scores.shape)} from {name}, got {got}")
+        if result.isnan().any() and not scores.isnan().any():
+            raise ValueError(f"logits_processor: expected scores without NaN from {name}, got NaN")
+        if not torch.isfinite(result).any(-1).all():
+            raise ValueError(f"logits_processor: expected a token that is still possible, got none from {name}")
+        scores = result
+    return scores
 
 
 class _Allowed:
@@ -193,12 +202,16 @@ class _Allowed:
             tokens = self.allowed(self.row, text)
             if len(tokens) == 0:
                 raise ValueError("prefix_allowed_tokens_fn: expected at least one token, got none")
+            if not 0 <= min(tokens) <= max(tokens) < scores.shape[-1]:
+                raise ValueError(
+                    f"prefix_allowed_tokens_fn: expected token ids from 0 to {scores.shape[-1] - 1}, got {tokens!r}"
+                )
             kept[index, tokens] = scores[index, tokens]
         return kept
 
 
 def _active(config: GenerationConfig, *, do_sample: bool) -> dict[str, Any]:
-    """The settings that do something, checked."""
+    """The settings that do something."""
     settings = {name: getattr(config, name, None) for name in PROCESSOR_FIELDS}
     if do_sample:
         settings |= {name: getattr(config, name, None) for name in WARPER_FIELDS}
@@ -209,25 +222,7 @@ def _active(config: GenerationConfig, *, do_sample: bool) -> dict[str, Any]:
         "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
         "min_length": (0,), "min_new_tokens": (0,), "remove_invalid_values": (False,), "renormalize_logits": (False,),
     }  # fmt: skip
-    active = {
-        name: value for name, value in settings.items() if value is not None and value not in neutral.get(name, ())
-    }
-    _check_number(active, "temperature", "a number over 0", lambda value: value > 0)
-    _check_number(active, "repetition_penalty", "a number over 0", lambda value: value > 0)
-    _check_number(active, "top_p", "a number over 0 and at most 1", lambda value: 0 < value <= 1)
-    _check_number(active, "min_p", "a number from 0 to 1", lambda value: 0 <= value <= 1)
-    _check_number(active, "typical_p", "a number over 0 and at most 1", lambda value: 0 < value <= 1)
-    for name in ("top_k", "no_repeat_ngram_size", "min_length", "min_new_tokens"):
-        _check_number(active, name, "an int of at least 0", lambda value: isinstance(value, int) and value > 0)
-    return active
-
-
-def _check_number(settings: dict[str, Any], name: str, expected: str, is_valid: Callable[[Any], bool]) -> None:
-    value = settings.get(name)
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value)
-    ):  # fmt: skip
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return {name: value for name, value in settings.items() if value is not None and value not in neutral.get(name, ())}
 
 
 # The order of transformers' own list; the user's processors go before the warpers.

@@ -66,8 +66,9 @@ def row_seeds(seed: int | Sequence[int] | torch.Generator | None, batch_size: in
     if seed is None or isinstance(seed, torch.Generator):
         device = "cpu" if seed is None else seed.device
         seed = int(torch.randint(2**63 - 1, (), generator=seed, device=device))
-    seeds = [seed + row * _GOLDEN for row in range(batch_size)] if isinstance(seed, int) else list(seed)
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in seeds):
+    seeds = [seed + row * _GOLDEN for row in range(batch_size)] if isinstance(seed, int) else seed
+    is_valid = isinstance(seeds, Sequence) and all(isinstance(one, int) and not isinstance(one, bool) for one in seeds)
+    if not is_valid or isinstance(seed, bool):
         raise TypeError(f"seed: expected an int or one int per row, got {seed!r}")
     if len(seeds) != batch_size:
         raise ValueError(f"seed: expected one per row, {batch_size}, got {len(seeds)}")

@@ -21,14 +21,14 @@ TAU = {
     "prompt_lookup": 2.6,
     "lookahead": 1.6,
     "draft_model": 2.0,
-    "medusa": 1.5,
+    "medusa": 1.8,
     "hydra": 1.9,
     "hydra++": 2.2,
     "eagle": 2.5,
     "eagle3": 1.7,
     "amphista": 1.9,
-    "parallelspec": 1.2,
-    "parallelspec_medusa": 1.3,
+    "parallelspec": 2.0,
+    "parallelspec_medusa": 1.6,
     "falcon": 1.2,
 }
 

@@ -9,6 +9,7 @@ from eagle_checks import DRAFT_TOKENS, TAPS, Literal, random_network, record_log
 from families import VOCAB_SIZE, build_model, random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.acceptance import choose_rule
 from specdec.candidates import Candidates, TopK
 from specdec.decoder import Decoder
 from specdec.drafters.base import Prompt
@@ -217,7 +218,7 @@ def test_static_trees_take_candidates_as_the_rule_picks_them(version, generator)
     shape = SHAPES["k_config"]
     drafter = Eagle(random_network(model, version), shape)
     assert drafter.can_sample
-    assert drafter.sampling_rule == "rejection"
+    assert choose_rule("auto", drafter, do_sample=True).name == "traversal"
     assert not drafter.shares_candidates
     tree = propose(drafter, model, text, 3, sampled)
     assert tree.tokens.tolist() != propose(drafter, model, text, 3).tokens.tolist()
@@ -236,7 +237,7 @@ def test_dynamic_trees_take_the_most_probable_tokens_whatever_the_rule(version, 
     (text,) = random_prompts(generator, [5])
     drafter = Eagle(random_network(model, version), SHAPES["dynamic"])
     assert not drafter.can_sample
-    assert drafter.sampling_rule == "naive"
+    assert choose_rule("auto", drafter, do_sample=True).name == "naive"
     tree, expected = propose(drafter, model, text, 3, sampled), propose(drafter, model, text, 3, TopK())
     assert tree.tokens.tolist() == expected.tokens.tolist()
     assert tree.parent.tolist() == expected.parent.tolist()

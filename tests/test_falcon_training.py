@@ -11,7 +11,7 @@ from families import VOCAB_SIZE, build_model, random_prompts
 from specdec.candidates import TopK
 from specdec.drafters.falcon import Falcon
 from specdec.models.draft_layer import MaskedAttention
-from specdec.models.falcon import FalconConfig
+from specdec.models.falcon import FalconConfig, FalconNetwork
 from specdec.models.target import Target
 from specdec.training.objectives.base import TrainingBatch
 from specdec.training.objectives.falcon import FalconObjective, glance_at, relaxed_mask
@@ -203,6 +203,21 @@ def test_the_loss_falls_and_gradients_reach_the_network_alone(recurrent, generat
         # an LSTM that starts anew at every token never uses its recurrent weights
         assert (parameter.grad.abs().sum() > 0) == (recurrent or "weight_hh" not in name), name
     assert isinstance(objective.drafter(), Falcon)
+
+
+@torch.no_grad()
+def test_training_begins_with_tokens_as_loud_as_states(generator):
+    model = build_model("llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = FalconObjective.new(Target(model), lstm_bias=False).network
+    features = torch.randn(2, 50, network.config.hidden_size, generator=generator)
+    embedded = model.get_input_embeddings()(torch.randint(1, VOCAB_SIZE, (2, 50), generator=generator))
+    token, state = network.lstm.weight_ih_l0.chunk(2, 1)
+    assert (embedded @ token.T).std().item() == pytest.approx((features @ state.T).std().item(), rel=0.2)
+    plain = FalconNetwork(network.config)
+    said, before = (n.lstm(torch.cat((embedded, features), -1))[0].std() for n in (network, plain))
+    assert said > 2 * before
 
 
 def test_a_batch_without_usable_place_costs_nothing(generator):

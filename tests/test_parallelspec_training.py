@@ -9,8 +9,10 @@ from families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from parallelspec_equations import VARIANTS, Equations, each_variant, make_network
 from test_parallelspec import Recording
 
+from specdec.models.draft_layer import MaskedAttention
 from specdec.models.target import Target
 from specdec.training.objectives.base import TrainingBatch
+from specdec.training.objectives.eagle import EagleObjective
 from specdec.training.objectives.parallelspec import ParallelSpecObjective, group_mask
 from specdec.trees import TreeShape
 
@@ -45,7 +47,8 @@ def test_the_mask_of_training_is_that_of_figure_3():
         "100 100 110",
         "100 100 111",
     ]
-    seen = ["".join(map(str, row)) for row in group_mask(3, 3).int().tolist()]
+    index = torch.arange(9)
+    seen = ["".join(map(str, row)) for row in group_mask(index // 3, index % 3).int().tolist()]
     assert seen == [row.replace(" ", "") for row in expected]
 
 
@@ -78,11 +81,11 @@ def test_the_loss_is_that_of_drafting_after_every_token(settings, generator):
     parts = {name: float(value) for name, value in objective(batch).items()}
     if is_eagle:
         regression, classification = sum(map(mean, errors)), sum(map(mean, entropies))
-        assert parts == pytest.approx(
-            {"loss": regression + 0.1 * classification, "regression": regression, "classification": classification},
-            rel=1e-5,
-        )
-        objective.soft_labels, objective.classification_weight = True, 2.0
+        members = zip(errors, entropies, strict=True)
+        loss = sum(0.7**k * (mean(error) + 0.1 * mean(entropy)) for k, (error, entropy) in enumerate(members))
+        expected = {"loss": loss, "regression": regression, "classification": classification}
+        assert parts == pytest.approx(expected, rel=1e-5)
+        objective.soft_labels, objective.classification_weight, objective.decay = True, 2.0, 1.0
         soft = sum(map(mean, soft_entropies))
         assert float(objective(batch)["classification"]) == pytest.approx(soft, rel=1e-5)
         assert float(objective(batch)["loss"]) == pytest.approx(regression + 2 * soft, rel=1e-5)
@@ -90,6 +93,42 @@ def test_the_loss_is_that_of_drafting_after_every_token(settings, generator):
         expected = {f"depth_{member + 1}": mean(entropy) for member, entropy in enumerate(entropies)}
         expected["loss"] = sum(0.7**member * mean(entropy) for member, entropy in enumerate(entropies))
         assert parts == pytest.approx(expected, rel=1e-5)
+
+
+@each_variant
+@torch.no_grad()
+def test_fewer_groups_have_the_states_of_all(settings, generator):
+    """With masks at some groups only, every state that is left is what it was, and each group has its turn."""
+    model = build_model("llama")
+    objective = make_objective(model, generator, settings, num_groups=3)
+    batch = make_batch(model, generator)
+    whole = objective.eval()._states(batch.tokens, batch.hidden)
+    assert all(len(groups) == batch.tokens.shape[1] for groups, _ in whole)
+    drawn = set()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for _ in range(30):
+            part = objective.train()._states(batch.tokens, batch.hidden)
+            assert [len(groups) for groups, _ in part] == [batch.tokens.shape[1]] + [3] * (len(part) - 1)
+            for (groups, states), (_, expected) in zip(part, whole, strict=True):
+                torch.testing.assert_close(states, expected[:, groups])
+            drawn |= set(part[1][0].tolist())
+    assert drawn == set(range(batch.tokens.shape[1]))
+
+
+@each_variant
+@torch.no_grad()
+def test_the_loss_with_fewer_groups_is_that_of_all_on_average(settings, generator):
+    model = build_model("llama")
+    objective = make_objective(model, generator, settings, noise=0.0, num_groups=4)
+    batch = make_batch(model, generator)
+    batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))  # every group has as many labels as any other
+    expected = objective.eval()(batch)["loss"]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        losses = torch.stack([objective.train()(batch)["loss"] for _ in range(200)])
+    assert losses.std() > 0
+    assert losses.mean().item() == pytest.approx(expected.item(), rel=0.02)
 
 
 @each_variant
@@ -180,6 +219,45 @@ def test_a_batch_without_anything_to_learn_has_loss_zero(settings, generator):
 
 
 @torch.no_grad()
+def test_training_may_begin_with_a_head_of_eagle(tmp_path, generator):
+    """Its weights are the network's, and before any step the first guess after a text is EAGLE's."""
+    model = build_model("llama")
+    target = Target(model)
+    eagle = EagleObjective.new(target)
+
+    def save(objective, name):
+        drafter = objective.drafter(TreeShape.chain(2))
+        drafter.bind(target)
+        drafter.save_pretrained(tmp_path / name)
+
+    save(eagle, "eagle")
+    objective = ParallelSpecObjective.new(target, eagle=tmp_path / "eagle", num_masks=2).eval()
+    batch = make_batch(model, generator)
+    _, states = objective._states(batch.tokens[:, 1:-1], batch.hidden[:, :-2])[0]
+    positions = torch.arange(states.shape[1])[None]
+    embedded = model.get_input_embeddings()(batch.tokens[:, 1:-1])
+    expected = eagle.network(batch.hidden[:, :-2], embedded, positions, MaskedAttention())
+    torch.testing.assert_close(states, expected)
+    assert objective.network.masks.any()
+
+    third = EagleObjective.new(target, version=3, tap_layers=(0, 1))
+    save(third, "eagle3")
+    save(EagleObjective.new(target, intermediate_size=8), "narrow")
+    save(objective, "parallelspec")
+    for settings, message in (
+        (
+            {"eagle": tmp_path / "eagle3"},
+            "eagle: expected a drafter of EAGLE-1 for the eagle variant, got one of EAGLE-3",
+        ),
+        ({"eagle": tmp_path / "eagle", "variant": "medusa"}, "got one of EAGLE-1 for the medusa variant"),
+        ({"eagle": tmp_path / "narrow"}, "eagle: expected the sizes of this network, got others for layer.mlp.down"),
+        ({"eagle": tmp_path / "parallelspec"}, "eagle: expected a drafter of EAGLE-1, got one of kind parallelspec"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ParallelSpecObjective.new(target, **settings)
+
+
+@torch.no_grad()
 def test_noise_is_on_features_and_in_training_only(generator):
     model = build_model("llama")
     batch = make_batch(model, generator)
@@ -212,6 +290,8 @@ def test_the_recipe_is_that_of_the_variant(generator):
     assert (eagle.learning_rate, eagle.betas, eagle.epochs) == (5e-5, (0.9, 0.95), 40)
     assert {medusa.batch_size, eagle.batch_size} == {32}
     assert {medusa.weight_decay, eagle.weight_decay} == {0.0}
+    decays = [make_objective(model, generator, VARIANTS[variant]).decay for variant in ("medusa", "eagle")]
+    assert decays == [0.8, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +301,7 @@ def test_the_recipe_is_that_of_the_variant(generator):
         ({"decay": 1.5}, ValueError, "decay: expected more than 0 and at most 1, got 1.5"),
         ({"classification_weight": -1.0}, ValueError, "classification_weight: expected at least 0, got -1.0"),
         ({"noise": -0.1}, ValueError, "noise: expected at least 0, got -0.1"),
+        ({"num_groups": 0}, ValueError, "num_groups: expected at least 1, got 0"),
         ({"heads": 4}, TypeError, "heads"),
         ({"hidden_size": 32}, ValueError, "expected hidden_size 64 as the target's, got 32"),
     ],

@@ -1,5 +1,7 @@
 """Logits processors on trees: greedy output equals transformers' with the same processor, token for token."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from families import VOCAB_SIZE, build_model, pad, random_prompts
@@ -9,6 +11,7 @@ from transformers.generation import logits_process as hf
 
 import specdec
 from specdec.draft_tree import TreeTemplate
+from specdec.drafters.draft_model import DraftModel
 from specdec.processing import Processing
 
 NEW_TOKENS = 128
@@ -81,6 +84,38 @@ def test_padding_is_no_history(case, generator):
         assert torch.equal(sequences[row, ids.shape[1] :][: len(alone)], alone)
 
 
+class Strict(LogitsProcessor):
+    """A grammar that knows the texts it allows and no others: a token is followed by one within 30 places of it."""
+
+    def __init__(self, stop, longest):
+        self.stop = stop
+        self.longest = longest
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.shape[1] < self.longest, "asked about a text that is complete"
+        scores = scores.clone()
+        for row, text in enumerate(input_ids.tolist()):
+            assert all(after - token <= 30 for token, after in pairwise(text)), "asked about a text that it forbids"
+            assert self.stop not in text, "asked about a text that has ended"
+            scores[row, text[-1] + 31 :] = -torch.inf
+        return scores
+
+
+def test_a_grammar_is_never_asked_about_a_text_that_cannot_come_about(generator):
+    model = build_model("llama")
+    ids, stop = torch.tensor([[5, 20, 9]]), None
+    drafter = DraftModel(noisy_copy(model), specdec.as_tree_shape((4, 3, 2)))
+    for most in (3, 40):
+        settings = {"max_new_tokens": most, "eos_token_id": stop, "pad_token_id": 0}
+        grammar = [Strict(stop, 3 + most)]
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=grammar, **settings)
+        output = specdec.generate(
+            model, drafter, ids, logits_processor=grammar, return_dict_in_generate=True, **settings
+        )  # fmt: skip
+        assert torch.equal(output.sequences, expected)
+        stop = int(expected[0, -1])
+
+
 WARPERS = {
     "temperature": {"temperature": 0.7, "top_k": 0},
     "top_k": {"top_k": 5},
@@ -103,19 +138,26 @@ def test_every_node_has_the_scores_of_its_own_text(case, generator):
     texts = random_prompts(generator, [6, 3])
     tokens = torch.randint(1, 20, (2, shape.num_nodes), generator=generator, dtype=torch.int32)
     logits = 3 * torch.randn(2, shape.num_nodes, VOCAB_SIZE, generator=generator)
+    for node in range(1, shape.num_nodes):  # the drafted tokens are probable ones
+        logits[:, shape.parent[node]].scatter_(1, tokens[:, node : node + 1].long(), 12.0)
     tree = specdec.DraftTree(tokens, template.parent, template.depth, template.ancestors, torch.tensor([3, 3]), 3)
     history = torch.full((2, 8), -1, dtype=torch.int32)
     for row, text in enumerate(texts):
         history[row, : len(text)] = text
     config = GenerationConfig(**WARPERS[case])
     processing = Processing(config, do_sample=True, prompt_lengths=[6, 3], max_new_tokens=9, width=6)
-    processed = processing(logits, tree, history, torch.tensor([True, True]))
+    processed = processing(logits, tree, history, torch.tensor([9, 9]))
     for row, text in enumerate(texts):
+        expected = {}
         for node in range(shape.num_nodes):
+            above = shape.parent[node]
+            if node and (above not in expected or expected[above][tokens[row, node]] == -torch.inf):
+                continue  # this node cannot be reached
             path = [above for above in range(node + 1) if shape.ancestors[node][above]]
             ids = torch.cat((text, tokens[row, path].long()))[None]
-            expected = by_transformers(WARPERS[case], ids, logits[row, node][None])[0]
-            torch.testing.assert_close(processed[row, node], expected, atol=1e-5, rtol=1e-5)
+            expected[node] = by_transformers(WARPERS[case], ids, logits[row, node][None])[0]
+            torch.testing.assert_close(processed[row, node], expected[node], atol=1e-5, rtol=1e-5)
+        assert len(expected) > 1, "no node below the root was compared"
 
 
 def by_transformers(settings, ids, scores):

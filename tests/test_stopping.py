@@ -6,8 +6,11 @@ import pytest
 import torch
 from drafter_checks import Nudged
 from families import VOCAB_SIZE, build_model, pad, random_prompts
+from fuzz_calls import random_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from law_drafters import DRAFTERS, build_target, make_drafter
+from law_drafters import VOCAB_SIZE as SMALL_VOCAB_SIZE
 from scripted_drafters import oracle
 from test_generate import noisy_copy
 from transformers import MaxLengthCriteria, StoppingCriteria
@@ -174,6 +177,57 @@ def test_a_batch_gives_its_rows_own_results_and_the_cache_of_a_fresh_prefill(see
         torch.testing.assert_close(
             result.cache.data[:, :, row, : len(text)], fresh.data[:, :, 0, : len(text)], atol=2e-5, rtol=2e-5
         )
+
+
+@given(
+    st.sampled_from(sorted(DRAFTERS)),
+    st.lists(st.lists(st.integers(0, SMALL_VOCAB_SIZE - 1), min_size=1, max_size=9), min_size=2, max_size=4),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_sampled_row_does_not_depend_on_its_companions(kind, texts, chance):
+    rows = [(torch.tensor(text), chance.randrange(2**62)) for text in texts]
+    decoder = Decoder(build_target(), make_drafter(kind), acceptance=specdec.Naive())
+    if decoder.drafter.can_sample and chance.random() < 0.7:
+        decoder.acceptance = specdec.Rejection()
+
+    def decode(some):
+        return decoder.decode([text for text, _ in some], 9, stop_tokens=[3], seed=[seed for _, seed in some]).tokens
+
+    alone = [decode([row])[0] for row in rows]
+    order = chance.choices(range(len(rows)), k=chance.randint(1, 5))  # some are left out, some come twice
+    assert decode([rows[row] for row in order]) == [alone[row] for row in order]
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_the_cache_after_any_verdict_is_that_of_a_fresh_prefill(lengths, chance):
+    tree, target = random_tree(chance, max_depth=5, max_rank=4, dense=False), Target(MODEL)
+    generator = torch.Generator().manual_seed(chance.randrange(2**31))
+    prompts = random_prompts(generator, lengths)
+    tokens = torch.randint(1, VOCAB_SIZE, (len(prompts), tree.num_nodes), generator=generator)
+    path = torch.full((len(prompts), tree.max_depth + 1), -1, dtype=torch.int32)
+    for row in range(len(prompts)):
+        nodes = [] if chance.random() < 0.2 else [0]  # none: the row had finished
+        while nodes and chance.random() < 0.8 and nodes[-1] in tree.parent:
+            nodes.append(chance.choice([node for node in range(tree.num_nodes) if tree.parent[node] == nodes[-1]]))
+        path[row, : len(nodes)] = torch.tensor(nodes)
+    num_accepted = (path >= 0).sum(1).int() - 1
+    depth = torch.tensor(tree.depth, dtype=torch.int32)[None]
+    with torch.inference_mode(), target.hooked():
+        cache = target.new_cache(len(prompts), max(lengths) + tree.num_nodes)
+        ids, mask = pad(prompts, "right")
+        target.prefill(ids, mask.sum(1).int(), cache)
+        target.score(tokens, depth, torch.tensor(tree.ancestor_words, dtype=torch.int32)[None], cache)
+        cache.commit(path, num_accepted)
+        for row, prompt in enumerate(prompts):
+            text = torch.cat((prompt, tokens[row, path[row][path[row] >= 0].long()]))
+            assert int(cache.lengths[row]) == len(text)
+            fresh = target.new_cache(1, len(text))
+            target.prefill(text[None], torch.tensor([len(text)], dtype=torch.int32), fresh)
+            torch.testing.assert_close(
+                cache.data[:, :, row, : len(text)], fresh.data[:, :, 0, : len(text)], atol=2e-5, rtol=2e-5
+            )
 
 
 def test_max_length_as_a_criterion_of_the_users(generator):

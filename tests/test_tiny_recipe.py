@@ -27,6 +27,8 @@ SHAPE = ((0,), (1,), (0, 0))
 DRAFTERS = {
     "draft_model": TinyDrafter("draft_model", 4, 3e-3, SHAPE, {"hidden_size": 16, "num_attention_heads": 1}, 4),
     "two_heads": TinyDrafter("medusa", 4, 2e-3, SHAPE, {"num_heads": 2}, 4),
+    "head": TinyDrafter("eagle", 4, 2e-3, SHAPE, {}, 4),
+    "parallel": TinyDrafter("parallelspec", 4, 1e-9, SHAPE, {"num_masks": 1}, 4, eagle="head"),
 }
 
 
@@ -40,7 +42,7 @@ def test_every_part_is_trained_saved_and_usable(tmp_path):
 
     with pytest.raises(FileNotFoundError, match="output: expected the target in"):
         train_miniature(tmp_path, only=["two_heads"])
-    with pytest.raises(ValueError, match="only: expected some of target, draft_model, two_heads, got medusa"):
+    with pytest.raises(ValueError, match="only: expected some of target, draft_model, .*, parallel, got medusa"):
         train_miniature(tmp_path, only=["medusa"])
     reports = train_miniature(tmp_path, only=["target"])
     assert set(reports) == {"target"}
@@ -53,13 +55,18 @@ def test_every_part_is_trained_saved_and_usable(tmp_path):
     assert texts.shape == (24, 16)
     written = (tmp_path / "work/texts.pt").stat().st_mtime_ns
 
-    assert set(train_miniature(tmp_path)) == {"draft_model"}, "parts that exist are not trained again"
+    with pytest.raises(FileNotFoundError, match="output: expected head in .*, with which parallel begins, got none"):
+        train_miniature(tmp_path, only=["parallel"])
+    rest = {"draft_model", "head", "parallel"}
+    assert set(train_miniature(tmp_path)) == rest, "parts that exist are not trained again"
     assert train_miniature(tmp_path) == {}
     assert (tmp_path / "work/texts.pt").stat().st_mtime_ns == written
     assert (tmp_path / "out/target/model.safetensors").read_bytes() == target
     model = LlamaForCausalLM.from_pretrained(tmp_path / "out/target", dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(tmp_path / "out/target")("def f3(x):", return_tensors="pt").input_ids
     plain = specdec.generate(model, None, ids, max_new_tokens=12)
+    drafters = {name: specdec.load_drafter(tmp_path / "out" / name, model) for name in ("head", "parallel")}
+    assert torch.equal(drafters["parallel"].network.fc.weight, drafters["head"].network.fc.weight), "a rate of nothing"
     for name in DRAFTERS:
         assert torch.equal(specdec.generate(model, tmp_path / "out" / name, ids, max_new_tokens=12), plain)
         assert specdec.load_drafter(tmp_path / "out" / name, model).shape == specdec.TreeShape.from_paths(SHAPE)

@@ -61,14 +61,12 @@ class Drafter(ABC):
         kind: the name by which users ask for this drafter.
         shape: the largest tree it proposes. The loop reads its sizes alone; a drafter of static trees, which needs the
             topology, declares the attribute again as a `TreeShape`.
-        sampling_rule: name of the lossless acceptance rule that serves it best when tokens are sampled.
         shares_candidates: whether children of several parents may come from one list of candidates.
         kept_decoder: the decoder that `generate` keeps with this drafter, for the steps that it captured.
     """
 
     kind: ClassVar[str]
     shape: TreeShape | DynamicTree
-    sampling_rule: str = "naive"
     shares_candidates: ClassVar[bool] = True
     kept_decoder: Any = None
 

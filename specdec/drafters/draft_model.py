@@ -43,7 +43,6 @@ class DraftModel(Drafter):
 
     kind: ClassVar[str] = "draft_model"
     shape: TreeShape
-    sampling_rule: str = "rejection"
     shares_candidates: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, shape: TreeShape) -> None:

@@ -81,7 +81,6 @@ class Eagle(NetworkDrafter):
             raise ValueError(f"tap_layers: expected {expected} layers for this network, got {tuple(tap_layers)}")
         super().__init__(network, shape)
         self.tap_layers = config.tap_layers if tap_layers is None else tuple(tap_layers)
-        self.sampling_rule = "rejection" if self.can_sample else "naive"
         if config.version == 3:
             self.kind = "eagle3"  # type: ignore[misc]  # one class has two names
 

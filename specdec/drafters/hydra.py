@@ -41,7 +41,6 @@ class Hydra(NetworkDrafter):
 
     kind: ClassVar[str] = "hydra"
     network_class = HydraNetwork
-    sampling_rule = "rejection"
     shares_candidates: ClassVar[bool] = False
     network: HydraNetwork
     shape: TreeShape

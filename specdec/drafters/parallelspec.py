@@ -45,7 +45,6 @@ class ParallelSpec(NetworkDrafter):
     shape: TreeShape
     network_class = ParallelSpecNetwork
     network: ParallelSpecNetwork
-    sampling_rule: str = "rejection"  # the rule of the paper, made exact
 
     def __init__(self, network: ParallelSpecNetwork, shape: TreeShape) -> None:
         most = network.config.num_masks + 1

@@ -60,6 +60,7 @@ class TinyDrafter:
 
     Attributes:
         paths: rank paths of the tree that it is measured and saved with; None for its kind's own.
+        eagle: the drafter, by its name here, that the training of this one begins with.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class TinyDrafter:
     paths: tuple[tuple[int, ...], ...] | None
     settings: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 8
+    eagle: str | None = None
 
 
 TINY_DRAFTERS: dict[str, TinyDrafter] = {
@@ -84,8 +86,13 @@ TINY_DRAFTERS: dict[str, TinyDrafter] = {
         "eagle3", 350, 1e-3, _DEEP, {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
     ),
     "amphista": TinyDrafter("amphista", 800, 1e-3, _SHALLOW, {"num_heads": 4, "head_rank": 64}),
-    "parallelspec": TinyDrafter("parallelspec", 500, 1e-3, _DEEP, {"variant": "eagle"}, batch_size=4),
-    "parallelspec_medusa": TinyDrafter("parallelspec", 500, 1e-3, _DEEP, {"variant": "medusa"}, batch_size=4),
+    # masks at some groups only: more texts in the same time. Two masks: next to nothing was accepted beyond
+    "parallelspec": TinyDrafter(
+        "parallelspec", 800, 2e-3, _SHALLOW, {"variant": "eagle", "num_masks": 2, "num_groups": 64}, eagle="eagle"
+    ),
+    "parallelspec_medusa": TinyDrafter(
+        "parallelspec", 500, 3e-3, _SHALLOW, {"variant": "medusa", "num_masks": 2, "num_groups": 48}
+    ),
     "falcon": TinyDrafter("falcon", 600, 1e-3, _DEEP, {"block_size": 2}),
 }  # fmt: skip
 """The bundled drafters, by the name of their folder."""
@@ -165,15 +172,27 @@ def train_tiny_drafter(
 
     Returns:
         The report of `train_drafter`.
+
+    Raises:
+        FileNotFoundError: the drafter that this one begins with is not there.
     """
     all_of_it = torch.ones(texts.shape[1], dtype=torch.bool)
     own_part = torch.arange(held_out.shape[1]) >= prompt_tokens
+    settings = dict(recipe.settings)
+    if recipe.eagle is not None:
+        head = output.parent / recipe.eagle
+        if not head.exists():
+            raise FileNotFoundError(
+                f"output: expected {recipe.eagle} in {output.parent}, with which {output.name} begins, got none; "
+                "train it first"
+            )
+        settings["eagle"] = str(head)
     return train_drafter(
         recipe.kind,
         model,
         Texts([Sample(text, all_of_it) for text in texts], [Sample(text, own_part) for text in held_out]),
         output,
-        settings=recipe.settings,
+        settings=settings,
         run=Run(
             steps=recipe.steps,
             batch_size=recipe.batch_size,

@@ -103,9 +103,11 @@ class FalconObjective(Objective):
             soft_weight: as in the class.
             settings: fields of `FalconConfig`.
         """
-        network = FalconNetwork(FalconConfig.for_target(target.model.config, **settings)).to(target.device)
+        network = FalconNetwork(FalconConfig.for_target(target.model.config, **settings))
+        network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
+        network.start_from(target.model.get_input_embeddings().weight.detach())
         return cls(
-            network,
+            network.to(target.device),
             target,
             glance_ratio=glance_ratio,
             glance=glance,

@@ -1,18 +1,22 @@
 """Group-wise training of ParallelSpec: every token of a text opens a group, itself and its K masks, all in one pass.
 
 Paper: ParallelSpec (arXiv:2410.05589) section 4.1, figure 3, equation 3 (medusa variant), equation 4 (eagle variant).
-Layout: groups one after the other, [x_t, MASK_1 .. MASK_K] at positions t .. t + K. A member sees the real tokens up to
-its group's and the masks of its own group up to itself, which is what it sees when drafting.
+Layout: groups [x_t, MASK_1 .. MASK_K] at positions t .. t + K; in memory all real tokens, then the masks by group. A
+member sees the real tokens up to its group's and the masks of its own group up to itself, which is what it sees when
+drafting.
 Labels: member k of a group guesses the token k + 1 places after the group's last real one; not where the text ends
 first or the place is not to be learnt.
 Choices beyond the paper: docs/drafters/parallelspec.md.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 
+from specdec.checkpoints import load_drafter
+from specdec.drafters.eagle import Eagle
 from specdec.drafters.parallelspec import ParallelSpec
 from specdec.models.draft_layer import MaskedAttention
 from specdec.models.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
@@ -31,6 +35,7 @@ _RECIPES = {
         learning_rate=5e-5, betas=(0.9, 0.95), schedule="linear", warmup_ratio=0.0025, epochs=40, clip_value=0.5
     ),
 }
+_DECAYS = {"medusa": 0.8, "eagle": 1.0}  # Medusa's lambda; the sum of equation 4
 
 
 class ParallelSpecObjective(Objective):
@@ -39,13 +44,15 @@ class ParallelSpecObjective(Objective):
     Args:
         network: what is trained.
         target: the frozen target.
-        decay: medusa variant: member k weighs decay ** k.
+        decay: member k weighs decay ** k; by default 0.8 in the medusa variant and 1 in the eagle variant.
         classification_weight: eagle variant: weight of the classification loss beside the regression's 1.
         soft_labels: eagle variant: classify by the target's distribution, as EAGLE's code does, not by the token.
         noise: eagle variant: features are trained with noise from U(-noise, noise).
+        num_groups: groups of a text, drawn anew in every step, that have their masks; the others are their real token
+            alone. None for all, as in the paper. Evaluation has all.
 
     Raises:
-        ValueError: a decay outside (0, 1], or a negative weight or noise.
+        ValueError: a decay outside (0, 1], a negative weight or noise, or no group at all.
     """
 
     drafter_class = ParallelSpec
@@ -57,39 +64,69 @@ class ParallelSpecObjective(Objective):
         network: ParallelSpecNetwork,
         target: Target,
         *,
-        decay: float = 0.8,
+        decay: float | None = None,
         classification_weight: float = 0.1,
         soft_labels: bool = False,
         noise: float = 0.1,
+        num_groups: int | None = None,
     ) -> None:
         super().__init__(network, target)
+        if decay is None:
+            decay = _DECAYS[network.config.variant]
         if not 0 < decay <= 1:
             raise ValueError(f"decay: expected more than 0 and at most 1, got {decay}")
         if classification_weight < 0:
             raise ValueError(f"classification_weight: expected at least 0, got {classification_weight}")
         if noise < 0:
             raise ValueError(f"noise: expected at least 0, got {noise}")
+        if num_groups is not None and num_groups < 1:
+            raise ValueError(f"num_groups: expected at least 1, got {num_groups}")
         self.recipe = _RECIPES[network.config.variant]
         self.decay = decay
         self.classification_weight = classification_weight
         self.soft_labels = soft_labels
         self.noise = noise
+        self.num_groups = num_groups
 
     @classmethod
     def new(
         cls,
         target: Target,
         *,
-        decay: float = 0.8,
+        decay: float | None = None,
         classification_weight: float = 0.1,
         soft_labels: bool = False,
         noise: float = 0.1,
+        num_groups: int | None = None,
+        eagle: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> "Self":
-        """A network whose layer is sized like the target's; `settings` as in `ParallelSpecConfig.for_target`."""
+        """A network whose layer is sized like the target's.
+
+        Args:
+            target: the frozen target.
+            decay: as for the class.
+            classification_weight: as for the class.
+            soft_labels: as for the class.
+            noise: as for the class.
+            num_groups: as for the class.
+            eagle: eagle variant: a trained drafter of EAGLE-1, as `load_drafter` finds it, with whose weights training
+                begins; PyTorch's initial values without it.
+            settings: as `ParallelSpecConfig.for_target` takes them.
+
+        Raises:
+            FileNotFoundError: no such drafter.
+            TypeError: a setting that this kind does not have.
+            ValueError: a value out of range, or a drafter that does not fit.
+        """
         network = ParallelSpecNetwork(ParallelSpecConfig.for_target(target.model.config, **settings))
         network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
         network.start_from(target.model.get_input_embeddings().weight)
+        if eagle is not None:
+            trained = load_drafter(eagle, target)
+            if not isinstance(trained, Eagle):
+                raise ValueError(f"eagle: expected a drafter of EAGLE-1, got one of kind {trained.kind}")
+            network.start_from_eagle(trained.network)
         return cls(
             network.to(target.device),
             target,
@@ -97,6 +134,7 @@ class ParallelSpecObjective(Objective):
             classification_weight=classification_weight,
             soft_labels=soft_labels,
             noise=noise,
+            num_groups=num_groups,
         )
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
@@ -108,56 +146,94 @@ class ParallelSpecObjective(Objective):
             features = features + self.noise * (2 * torch.rand_like(features) - 1)
         return self._eagle_loss(batch, self._states(batch.tokens[:, 1:], features))
 
-    def _states(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """States of all members of all groups: [B, G, K + 1, C] from [B, G] tokens and [B, G, C] features."""
-        network = self.network
-        num_groups, num_members = tokens.shape[1], network.config.num_masks + 1
+    def _states(self, tokens: torch.Tensor, features: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """States of the members of groups.
+
+        Args:
+            tokens: [B, T] the real token of each group.
+            features: [B, T, C] feature of each group.
+
+        Returns:
+            Per member, the [G] groups that have it, and its [B, G, C] states there.
+        """
+        network, num_masks = self.network, self.network.config.num_masks
+        groups = torch.arange(tokens.shape[1], device=tokens.device)
+        chosen = groups
+        if self.training and self.num_groups is not None:
+            chosen = torch.randperm(len(groups), device=groups.device)[: self.num_groups].sort().values
         embedded, features = self.embed(tokens).to(network.masks.dtype), features.to(network.masks.dtype)
         real = network.read(embedded, features)
-        inputs = torch.cat((real[:, :, None], network.read_masks(features, num_members - 1)), 2)
-        members = torch.arange(num_members, device=tokens.device)
-        positions = torch.arange(num_groups, device=tokens.device)[:, None] + members
-        attend = MaskedAttention(group_mask(num_groups, num_members, tokens.device)[None])
-        states = network(inputs.flatten(1, 2), positions.flatten()[None], attend)
-        return states.unflatten(1, (num_groups, num_members))
+        masks = network.read_masks(features[:, chosen], num_masks).flatten(1, 2)
+        mask_members = torch.arange(1, num_masks + 1, device=groups.device).repeat(len(chosen))
+        group = torch.cat((groups, chosen.repeat_interleave(num_masks)))
+        member = torch.cat((torch.zeros_like(groups), mask_members))
+        attend = MaskedAttention(group_mask(group, member)[None])
+        states = network(torch.cat((real, masks), 1), (group + member)[None], attend)
+        of_masks = states[:, len(groups) :].unflatten(1, (len(chosen), num_masks)).unbind(2)
+        return [(groups, states[:, : len(groups)]), *((chosen, guesses) for guesses in of_masks)]
 
-    def _medusa_loss(self, batch: TrainingBatch, states: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _medusa_loss(
+        self, batch: TrainingBatch, states: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
         parts = {}
-        loss = states.new_zeros(())
-        for member in range(states.shape[2]):
-            place = member + 1  # of the first group's label; group 0 is token 0
-            learnt = batch.loss_mask[:, place:]
-            guess = states[:, : learnt.shape[1], member][learnt]
+        loss = states[0][1].new_zeros(())
+        for member, (groups, guesses) in enumerate(states):
+            guess, learnt, places = _with_labels(batch, groups + member + 1, guesses)  # group 0 is token 0
             cross_entropy = F.cross_entropy(
-                self.lm_head(guess).float(), batch.labels[:, place:][learnt], reduction="sum"
+                self.lm_head(guess).float(), batch.labels[:, places][learnt], reduction="sum"
             ) / learnt.sum().clamp(min=1)
             parts[f"depth_{member + 1}"] = cross_entropy
             loss = loss + self.decay**member * cross_entropy
         return {"loss": loss, **parts}
 
-    def _eagle_loss(self, batch: TrainingBatch, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        regression, classification = states.new_zeros(()), states.new_zeros(())
-        for member in range(states.shape[2]):
-            place = member + 2  # group 0 is the pair of state 0 and token 1
-            learnt = batch.loss_mask[:, place:]
-            guess = states[:, : learnt.shape[1], member][learnt]
+    def _eagle_loss(
+        self, batch: TrainingBatch, states: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        loss = regression = classification = states[0][1].new_zeros(())
+        for member, (groups, guesses) in enumerate(states):
+            # group 0 is the pair of state 0 and token 1
+            guess, learnt, places = _with_labels(batch, groups + member + 2, guesses)
             count = learnt.sum().clamp(min=1)
             # the state that stands before a token is the one that predicts it
-            truth = batch.hidden[:, place - 1 : -1][learnt]
-            label = batch.logits[:, place - 1 : -1] if self.soft_labels else batch.labels[:, place:]
+            truth = batch.hidden[:, places - 1][learnt]
+            label = batch.logits[:, places - 1] if self.soft_labels else batch.labels[:, places]
             label = label[learnt].float().softmax(-1) if self.soft_labels else label[learnt]
             error = F.smooth_l1_loss(guess.float(), truth.float(), reduction="sum") / truth.shape[1]
-            regression = regression + error / count
             cross_entropy = F.cross_entropy(self.lm_head(guess).float(), label, reduction="sum")
+            loss = loss + self.decay**member * (error + self.classification_weight * cross_entropy) / count
+            regression = regression + error / count
             classification = classification + cross_entropy / count
-        loss = regression + self.classification_weight * classification
         return {"loss": loss, "regression": regression, "classification": classification}
 
 
-def group_mask(num_groups: int, num_members: int, device: torch.device | None = None) -> torch.Tensor:
-    """Who sees whom in figure 3 of the paper: [N, N] bool over groups one after the other, True where i may see j."""
-    index = torch.arange(num_groups * num_members, device=device)
-    group, member = index // num_members, index % num_members
+def _with_labels(
+    batch: TrainingBatch, places: torch.Tensor, guesses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Guesses about places of the text that are to be learnt.
+
+    Args:
+        batch: the batch.
+        places: [G] place that each guess is about, ascending, perhaps beyond the text.
+        guesses: [B, G, C].
+
+    Returns:
+        [N, C] guesses that have a label, [B, G'] bool which these are, and the [G'] places within the text.
+    """
+    places = places[: int((places < batch.tokens.shape[1]).sum())]
+    learnt = batch.loss_mask[:, places]
+    return guesses[:, : len(places)][learnt], learnt, places
+
+
+def group_mask(group: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
+    """Who sees whom in figure 3 of the paper.
+
+    Args:
+        group: [N] group of each token and mask, counted by its real token.
+        member: [N] place of each in its group: 0 for the real token, k for mask k.
+
+    Returns:
+        [N, N] bool, True where row i may see column j.
+    """
     earlier_token = (member == 0) & (group < group[:, None])
     own_group = (group == group[:, None]) & (member <= member[:, None])
     return earlier_token | own_group
