@@ -30,7 +30,7 @@ demo: $(STAMP) ## Decode the bundled prompts with every drafter and compare.
 	@$(VENV)/bin/specdec demo
 
 test: $(STAMP) ## Run the tests; those that need a GPU are skipped without one.
-	@$(VENV)/bin/pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 fuzz: $(STAMP) ## Make 10,000 random calls of generate; FUZZ_ARGS gives --first-seed and --num-calls.
 	@$(VENV)/bin/python tests/fuzz.py $(FUZZ_ARGS)

@@ -24,6 +24,9 @@ from specdec.trees import TreeLike
 
 __all__ = ["SpecDecodeOutput", "generate", "hf_generate"]
 
+LONG_TEXT = 64
+"""New tokens from which on a step is captured for one call alone."""
+
 
 class SpecDecodeOutput(GenerateDecoderOnlyOutput):
     """What `generate` returns with `return_dict_in_generate=True`.
@@ -111,7 +114,7 @@ def generate(
         device=target.device,
         backend=target.backend,
     )
-    decoder = _decoder(target, proposer, rule, keep=proposer is drafter)
+    decoder = _decoder(target, proposer, rule, keep=proposer is drafter, max_new_tokens=settings.max_new_tokens)
     decoder.check_prompts(prompts, settings.max_new_tokens)
     host = HostSteps(
         prompts,
@@ -183,20 +186,24 @@ def hf_generate(
     )  # fmt: skip
 
 
-def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bool) -> Decoder:
+def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bool, max_new_tokens: int) -> Decoder:
     """A decoder; with `keep`, that of an earlier call with the same objects, and what it captured.
 
-    It lives as long as the drafter. With a drafter that was made for this call alone nothing is captured: no later call
-    could use it.
+    It lives as long as the drafter. With a drafter that was made for this call alone a step is captured for long texts
+    only: that costs as much as a few eager steps, and no later call can use it.
     """
     known = drafter.kept_decoder
-    if keep and known is not None and known.target.model is target.model and known.acceptance == rule:
+    if keep and known is not None and known.acceptance == rule and _is_same(known.target, target):
         drafter.bind(known.target)  # it may have served another target meanwhile
         return known
-    decoder = Decoder(target, drafter, acceptance=rule, capture=keep)
+    decoder = Decoder(target, drafter, acceptance=rule, capture=keep or max_new_tokens >= LONG_TEXT)
     if keep and decoder.captured is not None:
         drafter.kept_decoder = decoder
     return decoder
+
+
+def _is_same(one: Target, other: Target) -> bool:
+    return one.model is other.model and one.backend == other.backend and one.fused == other.fused
 
 
 def _check_callers_code(processors: Any, criteria: Any, allowed: Any, streamer: Any, num_prompts: int) -> None:

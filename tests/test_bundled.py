@@ -20,7 +20,7 @@ PROMPTS = json.loads((TINY_FOLDER / "prompts.json").read_text())
 TAU = {
     "prompt_lookup": 2.6,
     "lookahead": 1.6,
-    "draft_model": 2.0,
+    "draft_model": 2.1,
     "medusa": 1.8,
     "hydra": 1.9,
     "hydra++": 2.2,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drafter_checks import begin
 from families import build_model, random_prompts
 
 from specdec.candidates import TopK
@@ -42,10 +43,10 @@ def propose(drafter, target, texts, roots):
     """The first tree behind ragged texts."""
     drafter.bind(target)
     lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
-    prompt = Prompt(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths, max_length=max(lengths) + 1)
+    prompt = Prompt(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths, max_length=int(max(lengths)) + 1)
     with target.hooked():
         cache = target.new_cache(len(texts), prompt.max_length)
-        drafter.start(prompt, target.prefill(prompt.tokens, lengths, cache))
+        begin(drafter, prompt, target.prefill(prompt.tokens, lengths, cache))
         return drafter.draft(torch.tensor(roots, dtype=torch.int32), lengths, TopK())
 
 
