@@ -4,6 +4,8 @@ Arguments, defaults and results follow transformers: keywords win over `generati
 own; the prompt is part of the returned ids; finished rows are filled up with the pad token.
 """
 
+import itertools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +28,11 @@ __all__ = ["SpecDecodeOutput", "generate", "hf_generate"]
 
 LONG_TEXT = 64
 """New tokens from which on a step is captured for one call alone."""
+
+ENOUGH_STEPS = 64
+"""Steps with a proposal that show whether a drafter suits the model."""
+
+_LOG = logging.getLogger("specdec")
 
 
 class SpecDecodeOutput(GenerateDecoderOnlyOutput):
@@ -135,6 +142,7 @@ def generate(
         keep_cache=bool(config.return_dict_in_generate),
     )
     host.end()
+    _warn_if_refused(proposer, result.stats)
     return _output(target, ids, keep, settings, result, host)
 
 
@@ -227,6 +235,17 @@ def _stop_strings(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase |
             f"tokenizer: expected the model's tokenizer with stop_strings {config.stop_strings!r}, got None"
         )
     return [StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings)]
+
+
+def _warn_if_refused(drafter: Drafter, stats: AcceptanceStats) -> None:
+    """Say so if hardly anything was accepted: the output is right all the same, only slow."""
+    steps = zip(itertools.chain(*stats.num_emitted), itertools.chain(*stats.reach), strict=True)
+    accepted = [emitted > 1 for emitted, reach in steps if reach > 0]
+    if len(accepted) >= ENOUGH_STEPS and sum(accepted) < 0.02 * len(accepted):
+        _LOG.warning(
+            "drafter: %s proposed in %d steps, and something was accepted in %d of them; is it made for this model?",
+            drafter.kind, len(accepted), sum(accepted),
+        )  # fmt: skip
 
 
 def _output(

@@ -180,6 +180,17 @@ def test_a_streamer_gets_the_prompt_then_the_tokens_in_order(generator):
     assert recorder.ended
 
 
+def test_a_drafter_of_which_nothing_is_accepted_is_reported(caplog):
+    model = build_model("llama")
+    own, foreign = build_model("llama"), build_model("llama", seed=8)
+    for drafter, reports in ((own, 0), (foreign, 1)):
+        caplog.clear()
+        settings = {"tree": 1, "max_new_tokens": 80 if drafter is foreign else 160}
+        specdec.generate(model, drafter, torch.arange(6)[None], eos_token_id=[], **settings)
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * reports
+    assert "drafter: draft_model proposed in" in caplog.text
+
+
 def test_interrupt_in_the_middle_restores_the_model(generator):
     class Interrupt(TextStreamer):
         def __init__(self):
