@@ -29,7 +29,7 @@ TAU = {
     "amphista": 1.9,
     "parallelspec": 2.0,
     "parallelspec_medusa": 1.6,
-    "falcon": 1.2,
+    "falcon": 1.6,
 }
 
 
