@@ -25,7 +25,7 @@ TAU = {
     "hydra": 1.9,
     "hydra++": 2.2,
     "eagle": 2.5,
-    "eagle3": 1.7,
+    "eagle3": 2.6,
     "amphista": 1.9,
     "parallelspec": 2.0,
     "parallelspec_medusa": 1.6,

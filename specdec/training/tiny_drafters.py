@@ -83,7 +83,7 @@ TINY_DRAFTERS: dict[str, TinyDrafter] = {
     "hydra++": TinyDrafter("hydra++", 800, 1e-3, _SHALLOW, {"num_heads": 3, "shared_tail": True, "dropout": 0.0}),
     "eagle": TinyDrafter("eagle", 900, 1e-3, _DEEP),
     "eagle3": TinyDrafter(
-        "eagle3", 350, 1e-3, _DEEP, {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
+        "eagle3", 400, 3e-3, _DEEP, {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
     ),
     "amphista": TinyDrafter("amphista", 800, 1e-3, _SHALLOW, {"num_heads": 4, "head_rank": 64}),
     # masks at some groups only: more texts in the same time. Two masks: next to nothing was accepted beyond
