@@ -57,11 +57,16 @@ class LMHeads:
         weight = self._weight_for(states, k)
         return best_of(self.logits(states), k) if weight is None else self._run(states, weight, k).tokens
 
-    def best(self, states: torch.Tensor, k: int) -> TopK:
-        """The same with their logits and the log-sum-exp of all, for log-probabilities."""
+    def best_unwritten(self, states: torch.Tensor, k: int) -> TopK | None:
+        """The same with their logits and the log-sum-exp of all; None if logits have to be written for that."""
         weight = self._weight_for(states, k)
-        if weight is not None:
-            return self._run(states, weight, k)
+        return None if weight is None else self._run(states, weight, k)
+
+    def best(self, states: torch.Tensor, k: int) -> TopK:
+        """The same, whichever way it takes."""
+        best = self.best_unwritten(states, k)
+        if best is not None:
+            return best
         logits = self.logits(states).float()
         tokens = best_of(logits, k)
         return TopK(logits.gather(2, tokens), tokens.int(), logits.logsumexp(-1), logits.isnan().any(-1))

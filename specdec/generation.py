@@ -129,6 +129,7 @@ def generate(
         seed=seed,
         processing=processing,
         on_step=host if host.is_needed else None,
+        reads_logits=host.reads_logits,
         keep_cache=bool(config.return_dict_in_generate),
     )
     host.end()

@@ -1,0 +1,57 @@
+"""What a target says at the places of a pass: all logits, or no more of them than somebody asks for.
+
+Greedy decoding wants the best token of every place and whether a logit was NaN. Where the op `lm_head_topk` runs, it
+finds both while it multiplies, and [B, M, V] logits never pass through memory. Whoever asks for the logits gets them.
+"""
+
+from functools import cached_property
+
+import torch
+
+from specdec.kernels.topk import TopK
+from specdec.models.lm_heads import LMHeads
+
+__all__ = ["Scores"]
+
+
+class Scores:
+    """Logits of an LM head on states, written when they are first asked for.
+
+    Args:
+        heads: the LM head.
+        states: [B, M, C] what enters it.
+    """
+
+    def __init__(self, heads: LMHeads, states: torch.Tensor) -> None:
+        self._heads = heads
+        self._states = states
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> "Scores":
+        """Scores whose logits [B, M, V] are there already."""
+        scores = cls.__new__(cls)
+        scores.logits = logits
+        return scores
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """[B, M, V] in the dtype of the states, computed once."""
+        return self._heads.logits(self._states)
+
+    @cached_property
+    def best(self) -> torch.Tensor:
+        """[B, M] int32: the most probable token of every place, the lowest among equals."""
+        return self.logits.argmax(-1).int() if self._unwritten is None else self._unwritten.tokens[..., 0]
+
+    @cached_property
+    def has_nan(self) -> torch.Tensor:
+        """[B] bool: whether a logit of the row is NaN."""
+        if self._unwritten is not None:
+            return self._unwritten.has_nan.any(1)
+        # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
+        return torch.isnan(self.logits.sum((1, 2), dtype=torch.float32))
+
+    @cached_property
+    def _unwritten(self) -> TopK | None:
+        """The best tokens, found without logits; None if those are there or have to be written."""
+        return None if "logits" in vars(self) else self._heads.best_unwritten(self._states, 1)
