@@ -54,4 +54,4 @@ class Scores:
     @cached_property
     def _unwritten(self) -> TopK | None:
         """The best tokens, found without logits; None if those are there or have to be written."""
-        return None if "logits" in vars(self) else self._heads.best_unwritten(self._states, 1)
+        return None if "logits" in vars(self) else self._heads.best_unwritten(self._states)
