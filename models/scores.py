@@ -4,6 +4,7 @@ Greedy decoding wants the best token of every place and whether a logit was NaN.
 finds both while it multiplies, and [B, M, V] logits never pass through memory. Whoever asks for the logits gets them.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from specdec.kernels.topk import TopK
 from specdec.models.lm_heads import LMHeads
 
-__all__ = ["Scores"]
+__all__ = ["PrefillOutput", "Scores", "TargetOutput"]
 
 
 class Scores:
@@ -55,3 +56,48 @@ class Scores:
     def _unwritten(self) -> TopK | None:
         """The best tokens, found without logits; None if those are there or have to be written."""
         return None if "logits" in vars(self) else self._heads.best_unwritten(self._states)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What one scoring pass gives.
+
+    Attributes:
+        scores: what the LM head says at every node: its logits, or as little of them as is asked for.
+        hidden: [B, N, C] the state that enters the LM head (after the final norm).
+        taps: per entry of `tap_layers`, [B, N, C] output of that decoder layer (no norm).
+    """
+
+    scores: Scores
+    hidden: torch.Tensor
+    taps: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[B, N, V] in the model's dtype, one row per node; written when first asked for."""
+        return self.scores.logits
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """What the prompt's passes give.
+
+    Attributes:
+        scores: what the LM head says at each row's last prompt token, the one place of it.
+        hidden: [B, T, C] states of all prompt tokens, right-padded; rows are valid up to their length.
+        taps: as in `TargetOutput`, [B, T, C].
+    """
+
+    scores: Scores
+    hidden: torch.Tensor
+    taps: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[B, V] at each row's last prompt token; written when first asked for."""
+        return self.scores.logits[:, 0]
+
+    def last_hidden(self, lengths: torch.Tensor) -> torch.Tensor:
+        """[B, C] state of each row's last prompt token; `lengths` is [B]."""
+        rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
+        return self.hidden[rows, lengths.long() - 1]

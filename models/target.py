@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,7 +32,7 @@ from specdec.models.cache import KVCache
 from specdec.models.fused import fused_layers
 from specdec.models.lm_heads import LMHeads
 from specdec.models.passes import PromptPass, TreePass
-from specdec.models.scores import Scores
+from specdec.models.scores import PrefillOutput, Scores, TargetOutput
 from specdec.models.sharding import Sharding
 
 __all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
@@ -47,51 +46,6 @@ _ATTENTION_NAME = "specdec"
 _UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
 _LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 _COMPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-@dataclass(frozen=True, slots=True)
-class TargetOutput:
-    """What one scoring pass gives.
-
-    Attributes:
-        scores: what the LM head says at every node: its logits, or as little of them as is asked for.
-        hidden: [B, N, C] the state that enters the LM head (after the final norm).
-        taps: per entry of `tap_layers`, [B, N, C] output of that decoder layer (no norm).
-    """
-
-    scores: Scores
-    hidden: torch.Tensor
-    taps: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """[B, N, V] in the model's dtype, one row per node; written when first asked for."""
-        return self.scores.logits
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillOutput:
-    """What the prompt's passes give.
-
-    Attributes:
-        scores: what the LM head says at each row's last prompt token, the one place of it.
-        hidden: [B, T, C] states of all prompt tokens, right-padded; rows are valid up to their length.
-        taps: as in `TargetOutput`, [B, T, C].
-    """
-
-    scores: Scores
-    hidden: torch.Tensor
-    taps: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """[B, V] at each row's last prompt token; written when first asked for."""
-        return self.scores.logits[:, 0]
-
-    def last_hidden(self, lengths: torch.Tensor) -> torch.Tensor:
-        """[B, C] state of each row's last prompt token; `lengths` is [B]."""
-        rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
-        return self.hidden[rows, lengths.long() - 1]
 
 
 class Target:

@@ -42,24 +42,14 @@ class StepReport:
     Attributes:
         new: per row the tokens that it emitted; empty for a row that had finished.
         path: [B, P] int32 accepted nodes from the root; new token i was decided by the logits at node `path[i]`.
-        scores: the target's at every node, as they came.
-        processed_scores: what the acceptance rule saw.
+        scores: the target's at every node, as they came; `scores.logits` are [B, N, V].
+        processed: the same as the acceptance rule saw them.
     """
 
     new: list[list[int]]
     path: torch.Tensor
     scores: Scores
-    processed_scores: Scores
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """[B, N, V] the target's, as they came."""
-        return self.scores.logits
-
-    @property
-    def processed(self) -> torch.Tensor:
-        """[B, N, V] what the acceptance rule saw."""
-        return self.processed_scores.logits
+    processed: Scores
 
 
 OnStep = Callable[[StepReport], Mapping[int, int] | None]

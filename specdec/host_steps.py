@@ -63,7 +63,7 @@ class HostSteps:
         for row, new in enumerate(report.new):
             if not new:
                 continue
-            for kept, source in ((self._logits, report.scores), (self._scores, report.processed_scores)):
+            for kept, source in ((self._logits, report.scores), (self._scores, report.processed)):
                 if kept is not None:
                     nodes = report.path[row, : len(new)].long()
                     kept[row].extend(source.logits[row, nodes].float().clone())
