@@ -43,8 +43,12 @@ class HostSteps:
         self._streamer = streamer
         self._logits: list[list[torch.Tensor]] | None = [[] for _ in prompts] if keep_logits else None
         self._scores: list[list[torch.Tensor]] | None = [[] for _ in prompts] if keep_scores else None
-        self.reads_logits = keep_logits or keep_scores
-        self.is_needed = bool(criteria) or max_time is not None or streamer is not None or self.reads_logits
+        self._reads_logits = keep_logits or keep_scores
+        self._is_needed = bool(criteria) or max_time is not None or streamer is not None or self._reads_logits
+
+    def arguments(self) -> dict[str, Any]:
+        """As keywords of `Decoder.decode`."""
+        return {"on_step": self if self._is_needed else None, "reads_logits": self._reads_logits}
 
     def begin(self, ids: torch.Tensor) -> None:
         """Show the streamer the prompt, [1, T]."""
