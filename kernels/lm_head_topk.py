@@ -19,8 +19,9 @@ Cost:       reads the weights once, 2*K*B*V*C flops; bound by the weights' bytes
             logits of one call pass through memory in fp32 unless k = 1; they stay in the L2 cache up to some 100 rows
 Edges:      a NaN logit counts as -inf and sets has_nan; -0.0 equals 0.0 and comes back as 0.0; a row of -inf gives
             tokens 0 to k - 1; a +inf makes the log-sum-exp +inf
-Numerics:   logits accumulated and kept in fp32 (fp32 inputs in full precision, never TF32); h of low-rank heads is
-            rounded to the dtype of x. Which tokens win is exact for those logits. All sums have a fixed order
+Numerics:   logits accumulated and kept in fp32 (fp32 inputs in full precision, never TF32), on request rounded to the
+            dtype of x before they are compared; h of low-rank heads always is. Which tokens win is exact for those
+            logits. All sums have a fixed order
 """
 
 import torch
@@ -92,6 +93,7 @@ def _lm_head_tiles_kernel(
     V,
     C,
     UPCAST: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -110,6 +112,9 @@ def _lm_head_tiles_kernel(
     x_rows = x_ptr + h * stride_xh + start_m.to(tl.int64) * stride_xm + offs_m * stride_xm
     weight_rows = weight_ptr + h * stride_wh + start_v.to(tl.int64) * stride_wv + offs_v * stride_wv
     logits = weight_first_dot(x_rows, weight_rows, mask_m, mask_v, 0, C, C, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
+
+    if IS_ROUNDED:
+        logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
 
     row = h * rows_per_weight + start_m + offs_m  # k * B + b
     b = row % batch
@@ -210,6 +215,7 @@ def lm_head_topk(
     k: int,
     down: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
+    rounded: bool = False,
     store_logits: bool = False,
     backend: Backend | None = None,
 ) -> TopK:
@@ -224,6 +230,7 @@ def lm_head_topk(
         k: tokens per row, 1 <= k <= 32 and k <= V.
         down: [K, r, C], dtype of `x`, contiguous in C: heads of low rank, logits = weight (down x).
         temperature: [B] float32, positive, which is not checked; divides the logits of a row first of all.
+        rounded: round the logits to the dtype of `x` first of all, as a linear layer does; its ties then are ties here.
         store_logits: return all logits as well.
         backend: "triton" or "reference"; None decides by device.
 
@@ -239,7 +246,14 @@ def lm_head_topk(
     vocab_size = weight.shape[1]
     if resolve_backend(x, backend) == "reference":
         return lm_head_topk_reference(
-            x, weight, k=k, down=down, temperature=temperature, store_logits=store_logits, upcast=False
+            x,
+            weight,
+            k=k,
+            down=down,
+            temperature=temperature,
+            rounded=rounded,
+            store_logits=store_logits,
+            upcast=False,
         )
     best = _empty_topk(x, k, vocab_size if store_logits else None)
     if batch == 0 or num_heads == 0:
@@ -251,7 +265,7 @@ def lm_head_topk(
     logits = best.logits
     if logits is None and k > 1:
         logits = torch.empty(batch, num_heads, vocab_size, dtype=torch.float32, device=x.device)
-    _launch(h, weight, temperature, logits, best)
+    _launch(h, weight, temperature, logits, best, rounded=rounded)
     return best
 
 
@@ -297,7 +311,13 @@ def _project(x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(
-    h: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor | None, logits: torch.Tensor | None, best: TopK
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    temperature: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    best: TopK,
+    *,
+    rounded: bool,
 ) -> None:
     """Fill `best` from h [H, M, C] and weight [H, V, C], where H * M = K * B."""
     num_weights, vocab_size, width = weight.shape
@@ -312,7 +332,7 @@ def _launch(
             h, weight, temperature, logits, tile_max, tile_token, tile_sum, tile_nan,
             *h.stride()[:2], *weight.stride()[:2],
             rows_per_weight=h.shape[1], num_heads=num_heads, batch=batch, V=vocab_size, C=width,
-            UPCAST=h.dtype == torch.bfloat16 and h.device.type == "cpu",
+            UPCAST=h.dtype == torch.bfloat16 and h.device.type == "cpu", IS_ROUNDED=rounded,
             **config.kwargs(),
         )  # fmt: skip
         _lm_head_merge_kernel[(batch * num_heads,)](

@@ -66,6 +66,14 @@ class LMHeads:
         tokens = best_of(logits, k)
         return TopK(logits.gather(2, tokens), tokens.int(), logits.logsumexp(-1), logits.isnan().any(-1))
 
+    def best_unwritten(self, states: torch.Tensor) -> TopK | None:
+        """The best token of every state, as `logits` and `argmax` find it; None if logits have to be written for that.
+
+        In half precision logits of different tokens are often equal, once they are rounded as the module rounds them.
+        """
+        weight = self._weight_for(states, 1)
+        return None if weight is None else self._run(states, weight, 1, rounded=True)
+
     def _weight_for(self, states: torch.Tensor, k: int) -> torch.Tensor | None:
         """[M or 1, V, C or r] what the kernel reads; None where PyTorch does the work.
 
@@ -82,10 +90,11 @@ class LMHeads:
             weight = module.weight.detach()[None]
         return weight if weight.dtype == states.dtype and weight.shape[1] <= MAX_VOCAB else None
 
-    def _run(self, states: torch.Tensor, weight: torch.Tensor, k: int) -> TopK:
+    def _run(self, states: torch.Tensor, weight: torch.Tensor, k: int, *, rounded: bool = False) -> TopK:
+        options: dict[str, Any] = {"k": k, "rounded": rounded, "backend": self._backend}
         if self._module is None:
-            return lm_head_topk(states.transpose(0, 1), weight, k=k, down=self._down, backend=self._backend)
-        best = lm_head_topk(states.reshape(1, -1, states.shape[2]), weight, k=k, backend=self._backend)
+            return lm_head_topk(states.transpose(0, 1), weight, down=self._down, **options)
+        best = lm_head_topk(states.reshape(1, -1, states.shape[2]), weight, **options)
         lead = states.shape[:2]
         return TopK(
             best.values.view(*lead, k), best.tokens.view(*lead, k), best.logsumexp.view(lead), best.has_nan.view(lead)

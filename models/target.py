@@ -13,63 +13,39 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from specdec.kernels.launch import Backend, resolve_backend
 from specdec.models.cache import KVCache
 from specdec.models.fused import fused_layers
+from specdec.models.lm_heads import LMHeads
 from specdec.models.passes import PromptPass, TreePass
+from specdec.models.scores import PrefillOutput, Scores, TargetOutput
 from specdec.models.sharding import Sharding
 
 __all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
 
 CHECKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 T = TypeVar("T")
+# Their forward pass is that of their decoder and then the LM head: no scaling of logits, no cap on them.
+_DECODER_AND_HEAD = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, OPTForCausalLM)
 _ATTENTION_NAME = "specdec"
 # Keywords by which other families change attention itself; ignoring one would change the model's output.
 _UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
 _LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 _COMPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-@dataclass(frozen=True, slots=True)
-class TargetOutput:
-    """What one scoring pass gives.
-
-    Attributes:
-        logits: [B, N, V] in the model's dtype, one row per node.
-        hidden: [B, N, C] the state that enters the LM head (after the final norm).
-        taps: per entry of `tap_layers`, [B, N, C] output of that decoder layer (no norm).
-    """
-
-    logits: torch.Tensor
-    hidden: torch.Tensor
-    taps: tuple[torch.Tensor, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillOutput:
-    """What the prompt's passes give.
-
-    Attributes:
-        logits: [B, V] at each row's last prompt token.
-        hidden: [B, T, C] states of all prompt tokens, right-padded; rows are valid up to their length.
-        taps: as in `TargetOutput`, [B, T, C].
-    """
-
-    logits: torch.Tensor
-    hidden: torch.Tensor
-    taps: tuple[torch.Tensor, ...] = ()
-
-    def last_hidden(self, lengths: torch.Tensor) -> torch.Tensor:
-        """[B, C] state of each row's last prompt token; `lengths` is [B]."""
-        rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
-        return self.hidden[rows, lengths.long() - 1]
 
 
 class Target:
@@ -206,7 +182,7 @@ class Target:
         with self._keeping_states():
             logits = self.model(input_ids=tokens, use_cache=False).logits
             hidden, taps = self._take_states()
-        return TargetOutput(logits, hidden, taps)
+        return TargetOutput(Scores.of(logits), hidden, taps)
 
     def prefill(
         self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = 2048
@@ -225,7 +201,7 @@ class Target:
         hidden: list[torch.Tensor] = []
         taps: list[list[torch.Tensor]] = [[] for _ in self.tap_layers]
         last = lengths.long() - 1
-        logits: torch.Tensor | None = None
+        ends: torch.Tensor | None = None
         for start in range(0, tokens.shape[1], chunk_size):
             chunk = tokens[:, start : start + chunk_size]
             end = start + chunk.shape[1]
@@ -234,17 +210,17 @@ class Target:
             model_pass = PromptPass(
                 start=start, num_tokens=chunk.shape[1], batch_size=chunk.shape[0], device=self.device
             )
-            output = self._forward(chunk, model_pass.positions, model_pass, cache, logits_to_keep=columns)
-            chunk_logits = output.gather(1, column_of_row[:, None, None].expand(-1, 1, output.shape[-1]))[:, 0]
-            logits = chunk_logits if logits is None else torch.where(ends_here[:, None], chunk_logits, logits)
+            said = self._forward(chunk, model_pass.positions, model_pass, cache, columns)
+            chunk_ends = said.gather(1, column_of_row[:, None, None].expand(-1, 1, said.shape[-1]))
+            ends = chunk_ends if ends is None else torch.where(ends_here[:, None, None], chunk_ends, ends)
             chunk_hidden, chunk_taps = self._take_states()
             hidden.append(chunk_hidden)
             for kept, tap in zip(taps, chunk_taps, strict=True):
                 kept.append(tap)
-        if logits is None:
+        if ends is None:
             raise ValueError(f"tokens: expected at least one token per row, got shape {list(tokens.shape)}")
         cache.lengths.copy_(lengths)
-        return PrefillOutput(logits, torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
+        return PrefillOutput(self._scores(ends), torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
 
     def score(
         self,
@@ -275,9 +251,9 @@ class Target:
         )
         # nodes past the last position can never be accepted; clamping keeps learned position tables in range
         positions = tree_pass.positions.clamp(max=self.max_positions - 1)
-        logits = self._forward(tokens.long(), positions, tree_pass, cache, logits_to_keep=0)
+        said = self._forward(tokens.long(), positions, tree_pass, cache)
         hidden, taps = self._take_states()
-        return TargetOutput(logits, hidden, taps)
+        return TargetOutput(self._scores(said), hidden, taps)
 
     def _forward(
         self,
@@ -285,18 +261,43 @@ class Target:
         positions: torch.Tensor,
         model_pass: PromptPass | TreePass,
         cache: KVCache,
-        logits_to_keep: int | torch.Tensor,
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Run a pass, without the LM head if nothing else follows it.
+
+        Returns:
+            [B, n, C] states at these columns of the tokens, by default at all; logits [B, n, V] if the model decides
+            itself what becomes of states. `_scores` takes either.
+        """
         cache.write_to(model_pass.slots)
-        output = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            specdec_pass=model_pass,
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+            "specdec_pass": model_pass,
+        }
+        if not self._is_decoder_and_head():
+            return self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits
+        states = self.model.get_decoder()(**inputs)[0]
+        return states if columns is None else states[:, columns]
+
+    def _scores(self, said: torch.Tensor) -> Scores:
+        """What `_forward` gave, as scores."""
+        if not self._is_decoder_and_head():
+            return Scores.of(said)
+        return Scores(LMHeads.of(self.model.get_output_embeddings(), backend=self.backend), said)
+
+    def _is_decoder_and_head(self) -> bool:
+        """Whether the model's forward pass is its decoder's, then its LM head on the states, and nothing else."""
+        model = self.model
+        return (
+            type(model) in _DECODER_AND_HEAD
+            and self.sharding is None
+            and "forward" not in vars(model)
+            and not (model._forward_hooks or model._forward_pre_hooks)
+            and model._compiled_call_impl is None
         )
-        return output.logits
 
     @contextmanager
     def _keeping_states(self) -> Iterator[None]:

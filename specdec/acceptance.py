@@ -21,6 +21,7 @@ from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.launch import Backend
 from specdec.kernels.verdict import Verdict
 from specdec.kernels.walk import draw, softmax_masses
+from specdec.models.scores import Scores
 from specdec.randomness import Stream, Uniforms
 from specdec.traversal import accept_traversal
 from specdec.trees import TreeShape
@@ -61,7 +62,7 @@ class Limits:
 class AcceptanceRule(ABC):
     """Decides which nodes of a tree the target accepts, and how the drafter picks its candidates meanwhile.
 
-    Logits come processed: their softmax is the law that plain decoding would sample from.
+    Scores come processed: the softmax of their logits is the law that plain decoding would sample from.
 
     Attributes:
         name: by which users ask for the rule.
@@ -69,12 +70,14 @@ class AcceptanceRule(ABC):
             (greedy), or tokens of the same law (sampling).
         samples: whether it samples the target; False where the most probable token is wanted.
         draws_drafts: whether it needs a drafter that draws its candidates from known laws.
+        needs_logits: whether it reads logits; otherwise the best tokens are enough, and no logits need be written.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
     samples: ClassVar[bool] = True
     draws_drafts: ClassVar[bool] = False
+    needs_logits: ClassVar[bool] = True
 
     def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:  # noqa: ARG002 - interface
         """How drafters pick candidates under this rule: the best ones, unless it draws them."""
@@ -93,15 +96,16 @@ class AcceptanceRule(ABC):
                 f"as candidates are tried in the order in which they were drawn; got {drafter.shape!r}"
             )
 
-    def first(self, logits: torch.Tensor, uniforms: Uniforms) -> torch.Tensor:
-        """The first emitted token [B] int32, from the prompt's logits [B, V]."""
+    def first(self, scores: Scores, uniforms: Uniforms) -> torch.Tensor:
+        """The first emitted token [B] int32, from the target's scores at the end of the prompt, one place."""
         if not self.samples:
-            return logits.argmax(-1).int()
-        return draw(softmax_masses(logits, upcast=False), uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0]).int()
+            return scores.best[:, 0]
+        masses = softmax_masses(scores.logits[:, 0], upcast=False)
+        return draw(masses, uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0]).int()
 
     @abstractmethod
-    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:
-        """Accept nodes of `tree`; `logits [B, N, V]` are the target's at every node."""
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Accept nodes of `tree`; `scores` are the target's at every node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +114,11 @@ class Greedy(AcceptanceRule):
 
     name: ClassVar[str] = "greedy"
     samples: ClassVar[bool] = False
+    needs_logits: ClassVar[bool] = False
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
         """Walk down from the root as long as a child carries the target's token."""
-        best = logits.argmax(-1).int()
-        return accept_greedy(tree.tokens, tree.parent, best, max_depth=tree.max_depth, **limits.arguments())
+        return accept_greedy(tree.tokens, tree.parent, scores.best, max_depth=tree.max_depth, **limits.arguments())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +127,11 @@ class Naive(AcceptanceRule):
 
     name: ClassVar[str] = "naive"
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the token drawn at its parent."""
         uniform = uniforms.draw(Stream.VERIFY, tree.tokens.shape[1])
         return accept_naive(
-            tree.tokens, tree.parent, logits, uniform, max_depth=tree.max_depth, **limits.arguments()
+            tree.tokens, tree.parent, scores.logits, uniform, max_depth=tree.max_depth, **limits.arguments()
         )  # fmt: skip
 
 
@@ -147,13 +151,13 @@ class Rejection(AcceptanceRule):
         """Draw from the drafter's law."""
         return Sampled(law, replacement=self.replacement, uniforms=uniforms)
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Recursive rejection from the root down."""
         laws, law_row = _laws(tree)
         return accept_rejection(
             tree.tokens,
             tree.parent,
-            logits,
+            scores.logits,
             laws,
             law_row,
             uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
@@ -189,7 +193,7 @@ class Traversal(AcceptanceRule):
         """Draw from the drafter's law, without replacement."""
         return Sampled(law, replacement=False, uniforms=uniforms)
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Traversal verification."""
         laws, law_row = _laws(tree)
         if tree.shape is None:
@@ -197,7 +201,7 @@ class Traversal(AcceptanceRule):
         return accept_traversal(
             tree.tokens,
             tree.shape,
-            logits,
+            scores.logits,
             laws,
             law_row,
             uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
@@ -229,12 +233,12 @@ class Typical(AcceptanceRule):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}: expected a number over 0 and at most 1, got {getattr(self, name)}")
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
         """The longest acceptable path; the next root is the most probable token after it."""
         return accept_typical(
             tree.tokens,
             tree.parent,
-            logits,
+            scores.logits,
             None,
             threshold=self.threshold,
             alpha=self.alpha,

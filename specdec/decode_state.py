@@ -140,13 +140,12 @@ class DecodeState:
         self.num_steps.add_(self.progress[0])
         self.emit(verdict.next_root, verdict.emitted, counts, stops)
 
-    def note_nan(self, logits: torch.Tensor, *, is_prefill: bool = False) -> None:
-        """Remember the first step at which the logits [B, N, V] of a running row hold NaN; prefill is step 0."""
-        # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
-        is_nan = torch.isnan(logits.sum((1, 2), dtype=torch.float32)) & (self.budget > 0)
+    def note_nan(self, has_nan: torch.Tensor, *, is_prefill: bool = False) -> None:
+        """Remember the first step at which a running row `has_nan [B]` among its logits; prefill is step 0."""
+        is_nan = (has_nan & (self.budget > 0)).any()
         first = self.progress[1]
         step = 0 if is_prefill else self.num_steps[0] + 1
-        first.copy_(torch.where(is_nan.any() & (first < 0), step, first))
+        first.copy_(torch.where(is_nan & (first < 0), step, first))
 
     def history(self) -> torch.Tensor:
         """[B, H] int32: the tokens before the root, -1 where there is none."""

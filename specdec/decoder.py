@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from specdec.acceptance import AcceptanceRule, AcceptanceStats, Greedy, Limits
 from specdec.captured import CapturedStep, CapturedSteps, CudaGraphs, Engine, new_drafter
 from specdec.decode_state import DecodeState
+from specdec.draft_tree import DraftTree
 from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.drafters.none import NoDrafter
 from specdec.kernels.launch import Backend
 from specdec.memory_plan import Description, MemoryPlan
 from specdec.models.cache import KVCache
-from specdec.models.target import Target
+from specdec.models.scores import Scores
+from specdec.models.target import PrefillOutput, Target, TargetOutput
 from specdec.processing import Processing
 from specdec.randomness import row_seeds
 from specdec.timing import PhaseTimer
@@ -40,14 +42,14 @@ class StepReport:
     Attributes:
         new: per row the tokens that it emitted; empty for a row that had finished.
         path: [B, P] int32 accepted nodes from the root; new token i was decided by the logits at node `path[i]`.
-        logits: [B, N, V] the target's, as they came.
-        processed: [B, N, V] what the acceptance rule saw.
+        scores: the target's at every node, as they came; `scores.logits` are [B, N, V].
+        processed: the same as the acceptance rule saw them.
     """
 
     new: list[list[int]]
     path: torch.Tensor
-    logits: torch.Tensor
-    processed: torch.Tensor
+    scores: Scores
+    processed: Scores
 
 
 OnStep = Callable[[StepReport], Mapping[int, int] | None]
@@ -125,6 +127,7 @@ class Decoder:
         seed: int | Sequence[int] | torch.Generator | None = None,
         processing: Processing | None = None,
         on_step: OnStep | None = None,
+        reads_logits: bool = True,
         keep_cache: bool = True,
     ) -> DecodeResult:
         """Decode a batch of prompts.
@@ -138,6 +141,7 @@ class Decoder:
             seed: of the random numbers, as in `specdec.randomness.row_seeds`; greedy decoding needs none.
             processing: what happens to the target's logits before tokens are chosen.
             on_step: called after prefill and after every step; costs a synchronisation per step, and captures nothing.
+            reads_logits: whether `on_step` reads logits; greedy decoding writes none for one that does not.
             keep_cache: return the keys and values, which after captured steps are copied for that.
 
         Raises:
@@ -165,7 +169,8 @@ class Decoder:
                     drafter.allocate(state.room, device)
                 else:
                     state, drafter = captured.state, captured.drafter
-                call = _Call(drafter, stops, processing, timer)
+                needs_logits = self._needs_logits(processing) or (on_step is not None and reads_logits)
+                call = _Call(drafter, stops, processing, timer, needs_logits)
                 state.begin(prompt, max_new_tokens, seeds)
                 report = self._prefill(state, prompt, call)
             if captured is None:
@@ -247,17 +252,18 @@ class Decoder:
             tree = self.target.agree(call.drafter.draft(state.root, state.cache.lengths, choose))
         with call.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
+            scores = call.scores(output)
+            has_nan = scores.has_nan
         with call.timer.phase("verify"):
-            history = state.history() if call.processing.needs_history else None
-            processed = call.processing(output.logits, tree, history, state.budget)
+            processed = call.process(scores, tree, state)
             limits = Limits(state.budget, call.stop_tokens, self.backend)
             verdict = self.target.agree(self.acceptance.verify(tree, processed, limits, state.uniforms))
-            state.note_nan(output.logits)
+            state.note_nan(has_nan)
         with call.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)
             call.drafter.commit(verdict, output)
             state.emit_step(verdict, tree.reach, call.stop_tokens)
-        return _Report(verdict.emitted, verdict.num_emitted, verdict.path, output.logits, processed)
+        return _Report(verdict.emitted, verdict.num_emitted, verdict.path, scores, processed)
 
     def check_prompts(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
         """Raise ValueError for prompts that `decode` would refuse."""
@@ -301,7 +307,8 @@ class Decoder:
 
         def begin(state: DecodeState, drafter: Drafter, stops: torch.Tensor | None) -> tuple[Callable[[], Any], Any]:
             """A generation that is thrown away."""
-            call = _Call(drafter, stops, processing, PhaseTimer(self.target.device, enabled=False))
+            timer = PhaseTimer(self.target.device, enabled=False)
+            call = _Call(drafter, stops, processing, timer, self._needs_logits(processing))
             rows = state.room.batch_size
             prompt = self._pad([torch.zeros(1, dtype=torch.int64)] * rows, rows, state.room.max_length)
             state.begin(prompt, state.room.max_new_tokens, torch.zeros_like(state.uniforms.seeds))
@@ -332,6 +339,10 @@ class Decoder:
         except NonFiniteLogitsError:
             self.captured.release()  # the cache holds NaN, which masked lanes of later calls would read
             raise
+
+    def _needs_logits(self, processing: Processing) -> bool:
+        """Whether choosing tokens takes logits; otherwise the best token of every node is enough."""
+        return self.acceptance.needs_logits or not processing.is_idle
 
     def _copy_cache(self, state: DecodeState, num_rows: int) -> KVCache:
         """The first rows of the cache in memory of their own, with a slot to spare."""
@@ -366,14 +377,13 @@ class Decoder:
         """Run the prompt, start the drafter and emit the first token."""
         output = self.target.prefill(prompt.tokens, prompt.lengths, state.cache)
         call.drafter.start(prompt, output)
-        logits = output.logits[:, None]
-        history = state.history() if call.processing.needs_history else None
-        processed = call.processing(logits, None, history, state.budget)
-        root = self.target.agree(self.acceptance.first(processed[:, 0], state.uniforms))
-        state.note_nan(logits, is_prefill=True)
+        scores = call.scores(output)
+        processed = call.process(scores, None, state)
+        root = self.target.agree(self.acceptance.first(processed, state.uniforms))
+        state.note_nan(scores.has_nan, is_prefill=True)
         counts = (state.budget > 0).int()
         state.emit(root, root[:, None], counts, call.stop_tokens)
-        return _Report(root[:, None], counts, torch.zeros_like(root)[:, None], logits, processed)
+        return _Report(root[:, None], counts, torch.zeros_like(root)[:, None], scores, processed)
 
     def _tell(self, state: DecodeState, report: "_Report", on_step: OnStep) -> None:
         """Report to the host and cut the rows that it ends."""
@@ -381,7 +391,7 @@ class Decoder:
         counts = report.counts.tolist()
         new = [row[:count] for row, count in zip(report.emitted.tolist(), counts, strict=True)]
         with torch.inference_mode(False), torch.no_grad():  # the caller's code is none of ours
-            kept = on_step(StepReport(new, report.path, report.logits, report.processed)) or {}
+            kept = on_step(StepReport(new, report.path, report.scores, report.processed)) or {}
         for row, count in kept.items():
             state.cut(row, counts[row] - count)
 
@@ -400,6 +410,18 @@ class _Call:
     stop_tokens: torch.Tensor | None
     processing: Processing
     timer: PhaseTimer
+    needs_logits: bool
+
+    def scores(self, output: TargetOutput | PrefillOutput) -> Scores:
+        """The target's, with their logits written now if anyone will read them: then nothing is found without them."""
+        return Scores.of(output.scores.logits) if self.needs_logits else output.scores
+
+    def process(self, scores: Scores, tree: DraftTree | None, state: DecodeState) -> Scores:
+        """What the acceptance rule sees."""
+        if self.processing.is_idle:
+            return scores
+        history = state.history() if self.processing.needs_history else None
+        return Scores.of(self.processing(scores.logits, tree, history, state.budget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +431,8 @@ class _Report:
     emitted: torch.Tensor
     counts: torch.Tensor
     path: torch.Tensor
-    logits: torch.Tensor
-    processed: torch.Tensor
+    scores: Scores
+    processed: Scores
 
 
 def without_autograd(device: torch.device) -> AbstractContextManager[Any]:

@@ -138,7 +138,7 @@ def generate(
         stop_tokens=settings.stop_tokens,
         seed=seed,
         processing=processing,
-        on_step=host if host.is_needed else None,
+        **host.arguments(),
         keep_cache=bool(config.return_dict_in_generate),
     )
     host.end()

@@ -43,7 +43,12 @@ class HostSteps:
         self._streamer = streamer
         self._logits: list[list[torch.Tensor]] | None = [[] for _ in prompts] if keep_logits else None
         self._scores: list[list[torch.Tensor]] | None = [[] for _ in prompts] if keep_scores else None
-        self.is_needed = bool(criteria) or max_time is not None or streamer is not None or keep_logits or keep_scores
+        self._reads_logits = keep_logits or keep_scores
+        self._is_needed = bool(criteria) or max_time is not None or streamer is not None or self._reads_logits
+
+    def arguments(self) -> dict[str, Any]:
+        """As keywords of `Decoder.decode`."""
+        return {"on_step": self if self._is_needed else None, "reads_logits": self._reads_logits}
 
     def begin(self, ids: torch.Tensor) -> None:
         """Show the streamer the prompt, [1, T]."""
@@ -62,10 +67,10 @@ class HostSteps:
         for row, new in enumerate(report.new):
             if not new:
                 continue
-            for kept, source in ((self._logits, report.logits), (self._scores, report.processed)):
+            for kept, source in ((self._logits, report.scores), (self._scores, report.processed)):
                 if kept is not None:
                     nodes = report.path[row, : len(new)].long()
-                    kept[row].extend(source[row, nodes].float().clone())
+                    kept[row].extend(source.logits[row, nodes].float().clone())
             keep = self._first_stop(row, new)
             if keep is None and is_late:
                 keep = len(new)

@@ -101,6 +101,11 @@ class Processing:
         return None if self._rows is not None else tuple(sorted(self._settings.items()))
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it leaves logits as they come."""
+        return not self._settings and self._rows is None
+
+    @property
     def needs_history(self) -> bool:
         """Whether a token before the tree matters."""
         return self._rows is not None or "repetition_penalty" in self._settings
@@ -123,7 +128,7 @@ class Processing:
         Raises:
             ValueError: a processor returned something else than finite or -inf scores of the shape it was given.
         """
-        if not self._settings and self._rows is None:
+        if self.is_idle:
             return logits
         if self._rows is None:
             return warp_logits(

@@ -143,7 +143,7 @@ def measure_reach(decoder: Decoder, prompts: Sequence[torch.Tensor], max_new_tok
         def note(report: StepReport, paths: list[torch.Tensor] = paths) -> None:
             paths.append(report.path[0].cpu())
 
-        decoder.decode([prompt], max_new_tokens, on_step=note)
+        decoder.decode([prompt], max_new_tokens, on_step=note, reads_logits=False)
         steps = paths[1:-1]  # the first is prefill, and the end of the text cuts the last one short
         num_steps += len(steps)
         for path in steps:
@@ -180,7 +180,7 @@ def _pass_ms(
             tokens = torch.arange(size, device=target.device).expand(batch_size, -1) % target.vocab_size
 
             def run(tokens: torch.Tensor = tokens, depth: torch.Tensor = depth, words: torch.Tensor = words) -> object:
-                return target.score(tokens, depth, words, cache)
+                return target.score(tokens, depth, words, cache).scores.best
 
             times[size * batch_size] = measure(run)
     # fewer rows can always be filled up: what says that they take longer is a disturbance

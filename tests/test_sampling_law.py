@@ -16,6 +16,7 @@ from transformers.generation import logits_process as hf
 import specdec
 from specdec.acceptance import Naive, Rejection, Traversal
 from specdec.decoder import Decoder
+from specdec.models.scores import Scores
 
 NUM_ROWS = 600
 PROMPT = torch.tensor([2, 4, 1, 2, 4, 3, 0, 2, 4])
@@ -99,13 +100,11 @@ def test_the_first_three_tokens_have_the_targets_law(kind, rule, warpers):
 class ChildFirst(Naive):
     """Deliberately wrong: accepts the first child whenever the target gives it a fair chance."""
 
-    def verify(self, tree, logits, limits, uniforms):
-        probs = logits.softmax(-1)
+    def verify(self, tree, scores, limits, uniforms):
         child = tree.tokens[:, 1].long()
-        tilted = logits.clone()
+        tilted = scores.logits.clone()
         tilted[:, 0].scatter_add_(1, child[:, None], torch.ones(len(child), 1))
-        assert probs.shape == logits.shape
-        return super().verify(tree, tilted, limits, uniforms)
+        return super().verify(tree, Scores.of(tilted), limits, uniforms)
 
 
 @pytest.mark.parametrize(

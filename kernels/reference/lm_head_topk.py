@@ -14,6 +14,7 @@ def lm_head_topk(
     k: int,
     down: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
+    rounded: bool = False,
     store_logits: bool = False,
     upcast: bool = True,
 ) -> TopK:
@@ -27,16 +28,20 @@ def lm_head_topk(
         k: how many tokens of every row.
         down: [K, r, C] or None.
         temperature: [B] fp32 or None.
+        rounded: round the logits to the dtype of `x` first of all.
         store_logits: return all logits.
         upcast: compute in float64; otherwise the products in the dtype of `x`, the rest in float32.
 
     Returns:
         The best tokens, with B rows of K heads.
     """
+    dtype = x.dtype
     if upcast:
         x, weight, down = x.double(), weight.double(), None if down is None else down.double()
     h = x if down is None else x @ down.mT  # [K, B, r]
     logits = (h @ weight.mT).transpose(0, 1)  # [B, K, V]
+    if rounded:
+        logits = logits.to(dtype).to(logits.dtype)
     if not upcast:
         logits = logits.float()
     if temperature is not None:

@@ -120,7 +120,7 @@ class Lookahead(Drafter):
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:  # noqa: ARG002 - interface
         """Complete the window's n-grams, put them into the pool and move on by one place."""
-        completed = output.logits[:, self._last_cells].argmax(-1).int()  # [B, window]
+        completed = output.scores.best[:, self._last_cells]  # [B, window]
         ngrams = torch.cat((self._window, completed[:, :, None]), 2)
         # what still holds the prompt's tokens behind its first one is nothing that the target has said
         has_outputs_only = self._num_steps >= self.level - 2

@@ -128,6 +128,23 @@ def test_low_rank_heads_match_float64(generator, shared, dtype):
     assert_right(x, weight, k=6, down=down, temperature=temperature)
 
 
+# the interpreter cuts bfloat16 off, where a GPU rounds
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+def test_rounded_logits_have_the_ties_of_a_linear_layer(generator, dtype):
+    """Whole numbers of some thousands, which float32 holds and the dtype rounds to a few dozen values."""
+    x = torch.randint(1, 20, (2, 3, 20), generator=generator).to(DEVICE, dtype)
+    weight = torch.randint(1, 20, (2, 300, 20), generator=generator).to(DEVICE, dtype)
+    options = {"temperature": torch.tensor([0.5, 1.0, 2.0], device=DEVICE), "rounded": True}
+    best = lm_head_topk(x, weight, **options, k=20, store_logits=True, backend="triton")
+    assert_same(best, reference(x, weight, **options, k=20, store_logits=True))
+    linear = (x.float() @ weight.float().mT).to(dtype).transpose(0, 1).float()
+    assert torch.equal(best.logits, linear / options["temperature"][:, None, None])
+    one = lm_head_topk(x, weight, **options, k=1, backend="triton")
+    assert torch.equal(one.tokens[..., 0], linear.argmax(-1).int())
+    exact = lm_head_topk(x, weight, **options | {"rounded": False}, k=20, backend="triton")
+    assert not torch.equal(best.tokens, exact.tokens)
+
+
 def test_low_rank_heads_take_more_rows_than_a_skinny_product(generator):
     x, down = small_integers(generator, 1, 130, 8), small_integers(generator, 1, 4, 8)
     weight = small_integers(generator, 1, 9, 4)
