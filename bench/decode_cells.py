@@ -215,23 +215,20 @@ def _figures(cell: Cell, arm: Arm, times: ArmTimes, reference: _Reference) -> di
     }
     if not times.stats:
         return figures
-    passes = sum(stats.num_target_passes for stats in times.stats)
-    tau = _tau(times.stats)
-    step_ms = 1e3 * times.decode_s / max(passes, 1)
-    split: dict[str, float] = {}
-    for stats in times.stats:
-        for phase, value in stats.times_ms.items():
-            if phase != "prefill":
-                split[phase] = split.get(phase, 0.0) + value / max(passes, 1)
+    stats = AcceptanceStats.merged(times.stats)
+    passes = max(stats.num_target_passes, 1)
+    tau = stats.tau if stats.num_target_passes else 1.0
+    step_ms = 1e3 * times.decode_s / passes
+    split = {phase: value / passes for phase, value in stats.times_ms.items() if phase != "prefill"}
     bytes_ = _bytes(cell, arm)
     floor_ms = bytes_.floor_ms(cell.machine) if bytes_ and cell.machine else None
     return {
         **figures,
         "tau": tau,
-        "acceptance_at_depth": times.stats[0].acceptance_at_depth if len(times.stats) == 1 else [],
+        "acceptance_at_depth": stats.acceptance_at_depth,
         "efficiency": figures["speedup"] / tau if figures["speedup"] else None,
-        "captured": any(getattr(stats, "captured", False) for stats in times.stats),
-        "num_steps": passes,
+        "captured": stats.captured,
+        "num_steps": stats.num_target_passes,
         "step_ms": step_ms,
         "split_ms": split,
         "floor_bytes": asdict(bytes_) if bytes_ else None,
@@ -249,8 +246,3 @@ def _bytes(cell: Cell, arm: Arm) -> StepBytes | None:
     rows = [prompt.shape[0] for prompts in cell.batches for prompt in prompts]
     lengths = [round(sum(rows) / len(rows))] * cell.batch_size
     return step_bytes(cell.target, drafter, reads, lengths=lengths, expected_new=cell.max_new_tokens / 2)
-
-
-def _tau(stats: Sequence[AcceptanceStats]) -> float:
-    counts = [count for one in stats for row in one.num_emitted for count in row]
-    return sum(counts) / len(counts) if counts else 1.0

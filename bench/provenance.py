@@ -24,9 +24,13 @@ def provenance() -> dict[str, Any]:
     Returns:
         A JSON-able dictionary: `git_sha` and `git_dirty` (None outside a git checkout), `device`, `driver` and
         `sm_clock_max` (None without a GPU), `cpu`, `python`, `torch`, `cuda` (None in a CPU build), `triton`, `argv`
-        and `utc`.
+        (the program without its folder) and `utc`.
     """
-    return {**_fixed(), "argv": list(sys.argv), "utc": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    return {
+        **_fixed(),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ only whether its tokens were drawn from laws that it knows.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -329,6 +330,22 @@ class AcceptanceStats:
     num_target_passes: int
     captured: bool = False
     spans_ms: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def merged(cls, stats: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
+        """The statistics of several generations as if their rows were one batch; without spans."""
+        times: dict[str, float] = {}
+        for one in stats:
+            for phase, value in one.times_ms.items():
+                times[phase] = times.get(phase, 0.0) + value
+        return cls(
+            num_emitted=[row for one in stats for row in one.num_emitted],
+            reach=[row for one in stats for row in one.reach],
+            lossless=all(one.lossless for one in stats),
+            times_ms=times,
+            num_target_passes=sum(one.num_target_passes for one in stats),
+            captured=any(one.captured for one in stats),
+        )
 
     @property
     def tau(self) -> float:

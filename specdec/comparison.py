@@ -97,7 +97,7 @@ def compare(
     speeds = {name: sum(map(len, texts[name])) / statistics.median(seconds[name]) for name in runs}
     rows = []
     for name in runs:
-        merged = _merge(stats[name])
+        merged = AcceptanceStats.merged(stats[name])
         rows.append(
             ComparisonRow(
                 name=name,
@@ -155,18 +155,3 @@ def _transformers(target: Target, prompt: torch.Tensor, max_new_tokens: int, sto
 def _wait(target: Target) -> None:
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
-
-
-def _merge(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
-    """The statistics of several generations as if their rows were one batch."""
-    times: dict[str, float] = {}
-    for one in stats:
-        for phase, value in one.times_ms.items():
-            times[phase] = times.get(phase, 0.0) + value
-    return AcceptanceStats(
-        num_emitted=[row for one in stats for row in one.num_emitted],
-        reach=[row for one in stats for row in one.reach],
-        lossless=all(one.lossless for one in stats),
-        times_ms=times,
-        num_target_passes=sum(one.num_target_passes for one in stats),
-    )
