@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.bench.drafter_table import drafter_table
 from specdec.tiny import TINY_FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,3 +38,8 @@ def test_the_examples_run_in_order(page, tmp_path, monkeypatch, capsys):
         count += 1
     assert count == (ROOT / page).read_text(encoding="utf-8").count("```python\n") > 0
     assert capsys.readouterr().out
+
+
+def test_the_table_of_the_bundled_drafters_is_that_of_their_records():
+    page = (ROOT / "docs/drafters/README.md").read_text(encoding="utf-8")
+    assert drafter_table(ROOT / "bench/results/cpu/decode.jsonl") in page
