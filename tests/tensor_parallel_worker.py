@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from scripted_drafters import always_wrong, oracle
 from transformers import AutoModelForCausalLM
 
 import specdec
@@ -18,7 +19,6 @@ from specdec.acceptance import Naive, Rejection
 from specdec.decoder import Decoder
 from specdec.models.target import Target
 from specdec.trees import TreeShape
-from tests.scripted_drafters import always_wrong, oracle
 
 PROMPTS = [[5, 17, 3, 40, 22], [61, 9, 33]]
 NEW_TOKENS = 14

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from families import FAMILIES
+from tensor_parallel_worker import DRAFTERS, PROMPTS, decode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.drafters.eagle import Eagle
@@ -20,8 +22,6 @@ from specdec.models.medusa import MedusaConfig, MedusaHeads
 from specdec.models.sharding import Sharding
 from specdec.models.target import Target
 from specdec.trees import TreeShape
-from tests.families import FAMILIES
-from tests.tensor_parallel_worker import DRAFTERS, PROMPTS, decode
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 240  # of a busy machine; alone it takes about ten seconds
@@ -66,11 +66,8 @@ def together(folder):
     for rank, output in enumerate(outputs):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}, "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        }
-        command = [sys.executable, "-m", "tests.tensor_parallel_worker", str(folder), str(output)]
+        environment["OMP_NUM_THREADS"] = "1"
+        command = [sys.executable, str(ROOT / "tests" / "tensor_parallel_worker.py"), str(folder), str(output)]
         processes.append(
             subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         )

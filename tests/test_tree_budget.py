@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from scripted_drafters import oracle
 
 import specdec
 from specdec.cli import main
@@ -26,7 +27,6 @@ from specdec.tree_budget import (
 )
 from specdec.trees import TreeShape
 from specdec.tuning import measure_ms, measure_reach, probe_prompts, tune, with_tree
-from tests.scripted_drafters import oracle
 
 TREE = TreeShape.from_k_config((2, 2))  # 0; 1 2; 3 4 below 1, 5 6 below 2
 REACH = [1.0, 0.6, 0.2, 0.4, 0.1, 0.1, 0.0]
