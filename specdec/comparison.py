@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich import box
 from rich.table import Table
 
 from specdec.acceptance import AcceptanceStats
@@ -115,8 +116,8 @@ def compare(
 
 def comparison_table(rows: Sequence[ComparisonRow], title: str) -> Table:
     """The rows as a table for a terminal."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("drafter")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)  # fits 80 columns
+    table.add_column("drafter", no_wrap=True)
     for heading in ("tokens", "tau", "acceptance by depth", "tok/s", "speedup", "text"):
         table.add_column(heading, justify="right")
     for row in rows:
