@@ -52,6 +52,8 @@ class ParallelSpecConfig:
             raise ValueError(f"variant: expected 'medusa' or 'eagle', got {self.variant!r}")
         if self.mask_feature not in ("last", "trained"):
             raise ValueError(f"mask_feature: expected 'last' or 'trained', got {self.mask_feature!r}")
+        if self.variant == "medusa" and self.mask_feature != "last":
+            raise ValueError(f"mask_feature: expected 'last' in the medusa variant, got {self.mask_feature!r}")
 
     @property
     def hidden_size(self) -> int:

@@ -86,15 +86,21 @@ class AcceptanceRule(ABC):
 
     def check(self, drafter: Drafter) -> None:
         """Raise ValueError if the rule cannot judge what `drafter` proposes."""
-        if self.draws_drafts and not drafter.can_sample:
-            raise ValueError(
-                f"acceptance: {self.name} needs a drafter that draws its candidates from a known law, "
-                f"got {drafter.kind}; use acceptance='naive', which is lossless for any proposal"
-            )
-        if self.draws_drafts and not _takes_first_ranks(drafter.shape):
+        if not self.draws_drafts:
+            return
+        self.check_can_draw(drafter)
+        if not _takes_first_ranks(drafter.shape):
             raise ValueError(
                 f"tree: expected children that take the ranks 0, 1, ... for acceptance={self.name!r}, "
                 f"as candidates are tried in the order in which they were drawn; got {drafter.shape!r}"
+            )
+
+    def check_can_draw(self, drafter: Drafter) -> None:
+        """Raise ValueError for a drafter whose candidates come from no known law."""
+        if not drafter.can_sample:
+            raise ValueError(
+                f"acceptance: {self.name} needs a drafter that draws its candidates from a known law, "
+                f"got {drafter.kind}; use acceptance='naive', which is lossless for any proposal"
             )
 
     def first(self, scores: Scores, uniforms: Uniforms) -> torch.Tensor:
@@ -124,9 +130,24 @@ class Greedy(AcceptanceRule):
 
 @dataclass(frozen=True, slots=True)
 class Naive(AcceptanceRule):
-    """Draw the target's own token at every node and follow it. Lossless whatever was proposed, and however (MCNS)."""
+    """Draw the target's own token at every node and follow it. Lossless whatever was proposed, and however.
 
+    Attributes:
+        drawn: the drafter draws its candidates, without replacement, as in the MCSD paper's ablation (MCNS); otherwise
+            they are its most probable tokens, which any drafter has.
+    """
+
+    drawn: bool = False
     name: ClassVar[str] = "naive"
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+        if self.drawn:
+            self.check_can_draw(drafter)
+
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
+        """The best candidates, or drawn ones."""
+        return Sampled(law, replacement=False, uniforms=uniforms) if self.drawn else TopK()
 
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the token drawn at its parent."""
@@ -258,7 +279,7 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
 
     Args:
         acceptance: a rule, the name of one, or "auto": greedy without sampling; with it, the first of traversal,
-            rejection and naive that can judge the drafter. All are lossless, and they accept most in that order.
+            rejection and naive that can judge the drafter. All are lossless; docs/sampling.md has what they accept.
         drafter: what proposes.
         do_sample: whether tokens are sampled.
 

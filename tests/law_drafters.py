@@ -22,10 +22,10 @@ _TREE = TreeShape.from_k_config((3, 2))
 
 
 @lru_cache
-def build_target(seed: int = 0) -> LlamaForCausalLM:
+def build_target(seed: int = 0, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     """A random model whose laws are neither flat nor sure."""
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.25, bos_token_id=None, eos_token_id=None,
         pad_token_id=None,
     )  # fmt: skip
@@ -53,8 +53,9 @@ DRAFTERS = {
     "none": lambda: None,
     "prompt_lookup": lambda: PromptLookup(max_ngram=2, num_draft_tokens=3),
     "lookahead": lambda: Lookahead(level=3, window=3, guesses=2),
-    "draft_chain": lambda: DraftModel(build_target(seed=1), TreeShape.chain(2)),
-    "draft_tree": lambda: DraftModel(build_target(seed=1), _TREE),
+    # vocabularies may be padded differently: one has a token more than the target, one lacks the target's last
+    "draft_chain": lambda: DraftModel(build_target(seed=1, vocab_size=VOCAB_SIZE - 1), TreeShape.chain(2)),
+    "draft_tree": lambda: DraftModel(build_target(seed=1, vocab_size=VOCAB_SIZE + 1), _TREE),
     "medusa": _trained(MedusaObjective, _TREE, num_heads=2),
     "hydra": _trained(HydraObjective, _TREE, num_heads=2),
     "eagle": _trained(EagleObjective, _TREE),

@@ -17,6 +17,7 @@ from specdec.trees import TreeShape
 
 THIRD = {"version": 3, "tap_layers": TAPS, "draft_tokens": DRAFT_TOKENS}
 SETTINGS = {1: {}, 3: THIRD}
+LOSS = {1: {"noise": 0.0}, 3: {"num_unrolled": 3}}
 
 
 @torch.no_grad()
@@ -46,8 +47,9 @@ def objective_of(model, version, changes=None, **settings):
 def test_training_computes_what_drafting_computes(version, generator):
     """Step i of an unrolled text is what a chain computes when its candidates happen to be the text."""
     model = build_model("llama")
-    changes = {"draft_vocab_size": None} if version == 3 else {}  # so that any text is a candidate
-    objective = objective_of(model, version, changes, num_unrolled=4)
+    objective = objective_of(model, version)
+    if version == 3:  # with a whole vocabulary, so that any text is a candidate
+        objective = objective_of(model, version, {"draft_vocab_size": None}, num_unrolled=4)
     (text,) = random_prompts(generator, [12])
     steps = record_logits(objective.network, model)
     objective(make_batch(model, objective, text[None]))
@@ -133,7 +135,7 @@ def test_the_loss_falls_and_gradients_reach_the_network_alone(version, generator
     model = build_model("llama")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        objective = EagleObjective.new(Target(model), noise=0.0, num_unrolled=3, **SETTINGS[version])
+        objective = EagleObjective.new(Target(model), **LOSS[version], **SETTINGS[version])
     network = objective.network
     assert set(objective.parameters()) == set(network.parameters())
     batch = make_batch(model, objective, random_texts(generator))
@@ -156,7 +158,7 @@ def test_the_loss_falls_and_gradients_reach_the_network_alone(version, generator
 @pytest.mark.parametrize("version", [1, 3])
 def test_padding_and_places_that_are_not_learnt_change_nothing(version, generator):
     model = build_model("llama")
-    objective = objective_of(model, version, num_unrolled=3)
+    objective = objective_of(model, version, **LOSS[version])
     texts = random_texts(generator, 1, 10)
     alone = objective(make_batch(model, objective, texts))
     padded = torch.cat((texts, torch.zeros_like(texts[:, :5])), 1)
@@ -264,6 +266,8 @@ def test_the_draft_vocabulary_is_what_occurs_most():
         ({"classification_weight": -0.1}, ValueError, r"classification_weight: expected at least 0"),
         ({"num_unrolled": 0}, ValueError, r"num_unrolled: expected at least 1, got 0"),
         ({"decay": 1.5}, ValueError, r"decay: expected more than 0 and at most 1, got 1.5"),
+        ({"num_unrolled": 2}, ValueError, r"num_unrolled: expected nothing but 7 with version 1, .* got 2"),
+        ({**THIRD, "noise": 0.0}, ValueError, r"noise: expected nothing but 0.1 with version 3"),
         ({"version": 3}, ValueError, r"tap_layers: expected the setting with a target of 3 layers"),
         ({"steps": 3}, TypeError, r"steps"),
         ({"hidden_size": 32}, ValueError, r"drafter: expected hidden_size 64 as the target's, got 32"),

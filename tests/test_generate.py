@@ -217,7 +217,7 @@ IDS = torch.tensor([[3, 4, 5]])
 
 def wrong_vocabulary():
     config = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, **config))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE + 1025, **config))
 
 
 def medusa(tree, hidden_size=HIDDEN_SIZE, vocab_size=VOCAB_SIZE):
@@ -326,7 +326,7 @@ BAD_CALLS = {
     "drafter vocabulary": (
         {"drafter": wrong_vocabulary()},
         ValueError,
-        r"drafter: expected a vocabulary of 96 tokens as the target's, got 50",
+        r"drafter: expected the target's vocabulary of 96 tokens, or one padded differently by up to 1024, got 1121",
     ),
     "heads vocabulary": (
         {"drafter": medusa(2, vocab_size=50)},

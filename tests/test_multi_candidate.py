@@ -9,7 +9,11 @@ import specdec
 from specdec.tiny import TINY_FOLDER, load_tiny, tiny_drafter
 
 WIDTH = 16
-RULES = {"without replacement": "rejection", "with replacement": specdec.Rejection(replacement=True), "naive": "naive"}
+RULES = {
+    "without replacement": "rejection",
+    "with replacement": specdec.Rejection(replacement=True),
+    "naive": specdec.Naive(drawn=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,6 @@ def test_rules_accept_in_the_order_of_the_paper(tiny):
 def test_without_temperature_all_of_them_are_greedy_decoding(tiny):
     """As the target becomes certain, MCSS without replacement and MCNS follow its best token, and so does its text."""
     greedy = tau(tiny, (4, 2, 2))
-    for rule in ("rejection", "naive"):
+    for rule in ("rejection", "naive", specdec.Naive(drawn=True)):
         settings = {"do_sample": True, "temperature": 0.05, "top_k": 0, "seed": 0}
         assert tau(tiny, (4, 2, 2), rule, **settings) == pytest.approx(greedy, abs=0.12), rule

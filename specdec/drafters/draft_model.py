@@ -1,9 +1,9 @@
 """A separate small language model as the drafter: speculative decoding (SpS) and its multi-candidate form (MCSD).
 
 Paper: Leviathan et al. 2023 (arXiv:2211.17192) for a chain; Yang et al. 2024, multi-candidate speculative decoding
-(papers' `k_config`), for a tree. Here with greedy targets: the children of a node are the draft model's top-k.
-Proposes: any static tree, level by level; each parent has its own top-k list.
-Needs from the target: nothing but the tokens.
+(papers' `k_config`), for a tree.
+Proposes: any static tree, level by level; each parent has its own list of candidates, the best ones or drawn ones.
+Needs from the target: nothing but the tokens. Both have the same tokenizer; vocabularies may be padded differently.
 Cost of one draft: one pass of the draft model per level; the deepest level is never fed to it.
 Deviations: the token before the root is fed again with the root, so that the first pass has the same shape whether or
 not the whole tree was accepted (its deepest node was never fed). That costs one row, and no branch.
@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.candidates import Candidates, Choose
@@ -29,9 +30,12 @@ from specdec.trees import MAX_NODES, TreeShape
 
 __all__ = ["DraftModel"]
 
+MAX_PADDING = 1024
+"""Tokens by which the vocabularies may differ, as padding does within a family (Qwen2.5: 151936 and 152064)."""
+
 
 class DraftModel(Drafter):
-    """Tree drafting with a second, smaller causal LM of the same vocabulary.
+    """Tree drafting with a second, smaller causal LM of the same tokenizer.
 
     Args:
         model: the draft model; hooked while a generation runs.
@@ -74,13 +78,15 @@ class DraftModel(Drafter):
     def bind(self, target: Target) -> None:
         """Check the vocabulary, move to the target's device and lay out the levels."""
         self.network = Target(self.model.to(target.device), backend=target.backend, fused=target.fused)
-        if self.network.vocab_size != target.vocab_size:
+        self._missing = target.vocab_size - self.network.vocab_size
+        if abs(self._missing) > MAX_PADDING:
             raise ValueError(
-                f"drafter: expected a vocabulary of {target.vocab_size} tokens as the target's, "
-                f"got {self.network.vocab_size}"
+                f"drafter: expected the target's vocabulary of {target.vocab_size} tokens, or one padded differently "
+                f"by up to {MAX_PADDING}, got {self.network.vocab_size}"
             )
-        if self.shape.max_rank >= self.network.vocab_size:
-            raise ValueError(f"tree: expected ranks below {self.network.vocab_size}, got {self.shape.max_rank}")
+        num_tokens = min(self.network.vocab_size, target.vocab_size)
+        if self.shape.max_rank >= num_tokens:
+            raise ValueError(f"tree: expected ranks below {num_tokens}, got {self.shape.max_rank}")
         self._template = TreeTemplate(self.shape, target.device, rows="parent", backend=target.backend)
         self._levels = _plan_levels(self.shape, target.device)
         self._num_ranks = self.shape.max_rank + 1
@@ -97,7 +103,7 @@ class DraftModel(Drafter):
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
         """Run the prompt through the draft model."""
-        self.network.prefill(prompt.tokens, prompt.lengths, self._cache)
+        self.network.prefill(self._known(prompt.tokens), prompt.lengths, self._cache)
         self._cache.lengths -= 1  # the token before the root is fed again, with it
         last = (prompt.lengths.long() - 1)[:, None]
         self._previous.copy_(prompt.tokens.gather(1, last)[:, 0])
@@ -108,8 +114,9 @@ class DraftModel(Drafter):
         candidates = []
         tokens = torch.stack((self._previous, root), 1)
         for level in self._levels:
+            tokens = self._known(tokens)
             output = self.network.score(tokens, level.depth, level.ancestors, self._cache, first_node=level.first_node)
-            chosen = choose(output.logits[:, level.parents], self._num_ranks)
+            chosen = choose(self._over_target(output.logits[:, level.parents]), self._num_ranks)
             candidates.append(chosen)
             tokens = chosen.tokens.flatten(1)[:, level.next_inputs]
         return self._template.expand(Candidates.cat(candidates), root, lengths)
@@ -124,6 +131,14 @@ class DraftModel(Drafter):
         accepted = verdict.emitted.gather(1, last[:, None])[:, 0]
         previous = torch.where(verdict.num_accepted > 0, accepted, self._root)
         self._previous.copy_(torch.where(verdict.num_accepted < 0, self._previous, previous))
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens that the draft model has; those that it lacks are padding, which no text holds."""
+        return tokens.clamp(max=self.network.vocab_size - 1) if self._missing > 0 else tokens
+
+    def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [B, M, V] over the target's vocabulary."""
+        return logits if self._missing == 0 else functional.pad(logits, (0, self._missing), value=-torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

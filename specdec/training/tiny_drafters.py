@@ -45,7 +45,7 @@ class TinyTexts:
         batch_size: texts written at a time.
     """
 
-    num_texts: int = 3072
+    num_texts: int = 4096
     num_held_out: int = 32
     prompt_tokens: int = 48
     window: int = 256

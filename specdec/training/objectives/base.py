@@ -4,7 +4,9 @@ The loop runs the frozen target over the text and hands an objective the target'
 the network in training and turns them into a loss. Nothing here knows files, data sets or schedules in steps.
 """
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +22,7 @@ from specdec.trees import TreeShape
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Objective", "Recipe", "TrainingBatch"]
+__all__ = ["Objective", "Recipe", "TrainingBatch", "refuse_unread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +127,22 @@ class Objective(nn.Module, ABC):
         return self.drafter_class(
             self.network, self.drafter_class.default_tree(self.network.config) if shape is None else shape
         )
+
+
+def refuse_unread(objective: Objective, names: Sequence[str], variant: str) -> None:
+    """Refuse settings of the loss that one variant of a kind does not read.
+
+    Args:
+        objective: the objective, with its settings as attributes of their names.
+        names: the settings in question.
+        variant: what does not read them, for the message.
+
+    Raises:
+        ValueError: one of them differs from its default.
+    """
+    parameters = inspect.signature(type(objective).__init__).parameters
+    for name in names:
+        if (given := getattr(objective, name)) != (default := parameters[name].default):
+            raise ValueError(
+                f"{name}: expected nothing but {default!r} with {variant}, which does not read it, got {given!r}"
+            )

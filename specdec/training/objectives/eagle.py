@@ -19,7 +19,7 @@ from specdec.drafters.eagle import Eagle
 from specdec.models.draft_layer import MaskedAttention
 from specdec.models.eagle import EagleConfig, EagleNetwork
 from specdec.models.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+from specdec.training.objectives.base import Objective, Recipe, TrainingBatch, refuse_unread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,6 +49,8 @@ _RECIPES = {
     ),
 }
 
+_UNREAD = {1: ("num_unrolled", "decay"), 3: ("noise", "classification_weight")}
+
 
 class EagleObjective(Objective):
     """Loss of either version.
@@ -62,7 +64,7 @@ class EagleObjective(Objective):
         decay: version 3: step i weighs decay ** i.
 
     Raises:
-        ValueError: a negative noise or weight, no step at all, or a decay outside (0, 1].
+        ValueError: a negative noise or weight, no step at all, a decay outside (0, 1], or the other version's setting.
     """
 
     drafter_class = Eagle
@@ -92,6 +94,7 @@ class EagleObjective(Objective):
         self.classification_weight = classification_weight
         self.num_unrolled = num_unrolled
         self.decay = decay
+        refuse_unread(self, _UNREAD[network.config.version], f"version {network.config.version}")
 
     @classmethod
     def new(

@@ -21,7 +21,7 @@ from specdec.drafters.parallelspec import ParallelSpec
 from specdec.models.draft_layer import MaskedAttention
 from specdec.models.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
 from specdec.models.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+from specdec.training.objectives.base import Objective, Recipe, TrainingBatch, refuse_unread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,7 +52,7 @@ class ParallelSpecObjective(Objective):
             alone. None for all, as in the paper. Evaluation has all.
 
     Raises:
-        ValueError: a decay outside (0, 1], a negative weight or noise, or no group at all.
+        ValueError: a decay outside (0, 1], a negative weight or noise, no group at all, or the other variant's setting.
     """
 
     drafter_class = ParallelSpec
@@ -87,6 +87,8 @@ class ParallelSpecObjective(Objective):
         self.soft_labels = soft_labels
         self.noise = noise
         self.num_groups = num_groups
+        if network.config.variant == "medusa":
+            refuse_unread(self, ("classification_weight", "soft_labels", "noise"), "the medusa variant")
 
     @classmethod
     def new(
