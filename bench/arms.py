@@ -35,11 +35,14 @@ class Arm:
         name: name in reports.
         run: from prompts and a number of new tokens to the new tokens of every row, and statistics if there are any.
         drafter: what proposes, if anything does.
+        run_eagerly: `run` without capturing steps, whose phases cannot be told apart once they are one graph; releases
+            what was captured.
     """
 
     name: str
     run: Callable[[Prompts, int], tuple[Tokens, AcceptanceStats | None]]
     drafter: Drafter | None = None
+    run_eagerly: Callable[[Prompts, int], AcceptanceStats] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,12 @@ def our_arm(name: str, target: Target, drafter: Drafter | None, stop_tokens: Seq
         result = decoder.decode(prompts, max_new_tokens, stop_tokens=stop_tokens)
         return result.tokens, result.stats
 
-    return Arm(name, run, decoder.drafter)
+    def run_eagerly(prompts: Prompts, max_new_tokens: int) -> AcceptanceStats:
+        decoder.release()
+        eager = Decoder(target, drafter, capture=False)
+        return eager.decode(prompts, max_new_tokens, stop_tokens=stop_tokens).stats
+
+    return Arm(name, run, decoder.drafter, run_eagerly)
 
 
 def transformers_arm(target: Target, stop_tokens: Sequence[int] = (), *, compiled: bool = False) -> Arm:

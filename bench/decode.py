@@ -19,6 +19,7 @@ one was wrong.
 
 import argparse
 import functools
+import gc
 import itertools
 import json
 import sys
@@ -81,26 +82,31 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[Cell, float]]:
     for index, (model, batch, context) in enumerate(places):
         if model not in built:
             built.clear()  # one large model at a time
+            gc.collect()
             built[model] = _bundled(options) if model == BUNDLED else _random(model, options)
-        target, prompts, drafters, reads, stops = built[model]
-        rows = prompts(batch, context)
-        cell = Cell(
-            model=model,
-            context=str(context) if context else "of the bundled prompts",
-            target=target,
-            batches=rows,
-            drafters={
-                name: make for name, make in drafters.items() if not options.drafters or name in options.drafters
-            },
-            reads=reads,
-            profile=None if model == BUNDLED else PROFILES[options.profile],
-            stop_tokens=stops,
-            max_new_tokens=options.max_new_tokens,
-            repeats=options.repeats,
-            machine=measure_machine() if options.device == "cuda" else None,
-            compiled=index == 0 or options.compile_everywhere,
-        )
-        yield cell, 1 / (len(places) - index)
+        is_compiled = index == 0 or options.compile_everywhere
+        yield _cell(options, model, batch, context, built[model], compiled=is_compiled), 1 / (len(places) - index)
+
+
+def _cell(
+    options: argparse.Namespace, model: str, batch: int, context: int, built: tuple[Any, ...], *, compiled: bool
+) -> Cell:
+    """A cell of a model that was built."""
+    target, prompts, drafters, reads, stops = built
+    return Cell(
+        model=model,
+        context=str(context) if context else "of the bundled prompts",
+        target=target,
+        batches=prompts(batch, context),
+        drafters={name: make for name, make in drafters.items() if not options.drafters or name in options.drafters},
+        reads=reads,
+        profile=None if model == BUNDLED else PROFILES[options.profile],
+        stop_tokens=stops,
+        max_new_tokens=options.max_new_tokens,
+        repeats=options.repeats,
+        machine=measure_machine() if options.device == "cuda" else None,
+        compiled=compiled,
+    )
 
 
 def _bundled(options: argparse.Namespace) -> tuple[Any, ...]:
@@ -174,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
             file = options.pictures / f"{cell.model}-b{cell.batch_size}-ctx{cell.context.split()[0]}.svg"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(timeline_svg(lanes, str(cell)), encoding="utf-8")
+        del cell  # with its model, before the next one is built
     return int(num_red > 0)
 
 

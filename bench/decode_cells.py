@@ -6,6 +6,7 @@ allowed where the two tokens' logits are within four roundings of each other; it
 """
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = ["BASELINE", "Cell", "run_cell"]
 BASELINE = "none"
 _ROUNDINGS = 4
 _OUT_OF_TIME = "out of time"
+_SPLIT_TOKENS = 32  # of the eager generation that is split into phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,12 @@ def run_cell(cell: Cell, *, deadline: float) -> Iterator[tuple[dict[str, Any], l
 
     Yields:
         A record per arm as soon as it is measured, and the spans of its last generation. A record has either figures,
-        or `"missing"`, which says why there are none. `"gate"` is "red" if a text was wrong.
+        or `"missing"`, which says why there are none. `"gate"` is "red" if a text was wrong or an arm of ours failed.
     """
     reference = _Reference()
     target, stops = cell.target, cell.stop_tokens
-    yield _measure(cell, BASELINE, lambda: our_arm(BASELINE, target, None, stops), reference)
+    baseline, spans = _measure(cell, BASELINE, lambda: our_arm(BASELINE, target, None, stops), reference)
+    yield baseline, spans
     makers: dict[str, Callable[[], Arm]] = {
         name: lambda make=make, name=name: _drafter_arm(cell, name, make, reference)  # type: ignore[misc]
         for name, make in cell.drafters.items()
@@ -110,7 +113,9 @@ def run_cell(cell: Cell, *, deadline: float) -> Iterator[tuple[dict[str, Any], l
     if not cell.compiled:
         del makers["transformers_static"]
     for name, make in makers.items():
-        if time.monotonic() > deadline:
+        if not reference.tokens:  # nothing to compare with
+            yield {**_head(cell, name), "missing": f"no plain decoding: {baseline['missing']}"}, []
+        elif time.monotonic() > deadline:
             yield {**_head(cell, name), "missing": _OUT_OF_TIME}, []
         else:
             yield _measure(cell, name, make, reference)
@@ -143,20 +148,39 @@ def _measure(
         times = time_arm(
             arm, cell.batches, cell.max_new_tokens, repeats=cell.repeats, device=cell.target.device, tokens=tokens
         )
+        phases, spans = _phases(cell, arm, times)
     except (UnavailableError, torch.OutOfMemoryError) as error:
         return {**head, "missing": str(error).splitlines()[0]}, []
-    except Exception as error:
+    except torch.AcceleratorError:  # the device is lost, and every arm after this one with it
+        raise
+    except Exception as error:  # the other arms are still worth measuring
         # whatever transformers' compiler raises is no failure of ours
-        if name != "transformers_static":
-            raise
-        return {**head, "missing": f"{type(error).__name__}: {error}".splitlines()[0]}, []
+        gate = {} if name == "transformers_static" else {"gate": "red"}
+        traceback.print_exc()
+        return {**head, **gate, "missing": f"{type(error).__name__}: {error}".splitlines()[0]}, []
     finally:
         if cell.target.device.type == "cuda":
             torch.cuda.empty_cache()
     if name == BASELINE:
         reference.tokens_per_second = times.num_timed / times.decode_s
     record = {**head, **_figures(cell, arm, times, reference)}
-    return record, times.stats[-1].spans_ms if times.stats else []
+    return {**record, **phases}, spans
+
+
+def _phases(cell: Cell, arm: Arm, times: ArmTimes) -> tuple[dict[str, Any], list[tuple[str, float, float]]]:
+    """Milliseconds of each phase of a step for the record, and the spans of a generation, if anything knows them."""
+    if not times.stats:
+        return {}, []
+    merged, last, loop = AcceptanceStats.merged(times.stats), times.stats[-1], "timed"
+    if merged.captured and arm.run_eagerly is not None:
+        try:
+            merged = last = arm.run_eagerly(cell.batches[-1], min(cell.max_new_tokens, _SPLIT_TOKENS))
+        except torch.OutOfMemoryError:  # the eager loop has memory of its own
+            return {}, last.spans_ms
+        loop = "eager"
+    passes = max(merged.num_target_passes, 1)
+    split = {phase: value / passes for phase, value in merged.times_ms.items() if phase != "prefill"}
+    return {"split_ms": split, "split_of": loop}, last.spans_ms
 
 
 def _head(cell: Cell, name: str) -> dict[str, Any]:
@@ -219,7 +243,6 @@ def _figures(cell: Cell, arm: Arm, times: ArmTimes, reference: _Reference) -> di
     passes = max(stats.num_target_passes, 1)
     tau = stats.tau if stats.num_target_passes else 1.0
     step_ms = 1e3 * times.decode_s / passes
-    split = {phase: value / passes for phase, value in stats.times_ms.items() if phase != "prefill"}
     bytes_ = _bytes(cell, arm)
     floor_ms = bytes_.floor_ms(cell.machine) if bytes_ and cell.machine else None
     return {
@@ -230,7 +253,6 @@ def _figures(cell: Cell, arm: Arm, times: ArmTimes, reference: _Reference) -> di
         "captured": stats.captured,
         "num_steps": stats.num_target_passes,
         "step_ms": step_ms,
-        "split_ms": split,
         "floor_bytes": asdict(bytes_) if bytes_ else None,
         "floor_ms": floor_ms,
         "percent_of_floor": 100 * floor_ms / step_ms if floor_ms else None,

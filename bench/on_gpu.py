@@ -100,8 +100,8 @@ def _pytest(*arguments: str | Path) -> list[str]:
 
 
 def _tests(folder: Path, *, dry: bool) -> Stage:
-    """The tests of the kernels, a process per file: one that loses the GPU's context takes no other with it."""
-    files = sorted((_ROOT / "tests" / "kernels").glob("test_*.py"))
+    """The tests that run on a GPU, a process per file: one that loses the GPU's context takes no other with it."""
+    files = sorted([*(_ROOT / "tests").glob("test_*_gpu.py"), *(_ROOT / "tests" / "kernels").glob("test_*.py")])
     if dry:
         files = [file for file in files if file.stem == _DRY_TEST]
     return Stage(
@@ -110,7 +110,7 @@ def _tests(folder: Path, *, dry: bool) -> Stage:
         least_s=60,
         most_s=600,
         jobs=max(1, min(8, (os.cpu_count() or 1) // 2)),
-        unavailable=None if files else f"no tests at {_ROOT / 'tests' / 'kernels'}",
+        unavailable=None if files else f"no tests at {_ROOT / 'tests'}",
     )
 
 

@@ -7,14 +7,16 @@
 A CUDA graph is bound to addresses, so the memory of a generation (`DecodeState` and a drafter's state) is laid out for
 a bucket of sizes, and stays. Calls of similar sizes share it, and whatever differs between them is data in it. The host
 learns from a copy to pinned memory whether any row still runs; it looks at the copy of `LAG` replays before, so that
-the device always has work. The surplus replays at the end change nothing (`specdec.decode_state`).
+the device always has work. A surplus replay at the end changes nothing (`specdec.decode_state`).
 
 What records is an `Engine`. `CudaGraphs` is the one that users meet; tests put one in its place that records the
 operators of a step on a CPU, and replays them on the same memory.
 """
 
 import copy
+import gc
 import logging
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -41,8 +43,11 @@ __all__ = [
     "new_drafter",
 ]
 
-LAG = 3
-"""Replays that the host is ahead of what it knows; at most as many are surplus when a text ends."""
+LAG = 1
+"""Replays that the host is ahead of what it knows; at most as many are surplus when a text ends.
+
+One keeps the device busy as long as a step takes longer than its launch; every further one would waste a step per text.
+"""
 
 MAX_RECORDINGS = 8
 """Recordings that share one memory; the one that was not used for longest makes room."""
@@ -101,6 +106,7 @@ class CudaGraphs:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._places: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def record(self, step: Callable[[], object]) -> Recording:
@@ -111,18 +117,25 @@ class CudaGraphs:
         """
         with torch.cuda.device(self._device):
             if self._stream is None:
-                self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream(self._device)
+            if not self._graphs:  # the allocator gives up a pool with the last graph in it
+                self._pool = torch.cuda.graph_pool_handle()
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                step()
-                with _forbidden_synchronisation():
+            try:
+                with torch.cuda.stream(self._stream):
                     step()
-            current.wait_stream(self._stream)
+                    with _forbidden_synchronisation():
+                        step()
+            finally:  # after an error too, nobody may reuse memory that these steps still write
+                current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             try:
                 # other threads of the process may go on using the device
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                with (
+                    _no_garbage_collection(),
+                    torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                ):
                     step()
             except torch.OutOfMemoryError:
                 raise
@@ -130,6 +143,9 @@ class CudaGraphs:
                 if "captur" in str(error):
                     raise CannotCaptureError(_first_line(error)) from error
                 raise
+            finally:
+                torch.cuda.set_stream(current)  # a capture that fails to end leaves its own stream behind
+        self._graphs.add(graph)
         return graph
 
     def reader(self, depth: int) -> Reader:
@@ -160,6 +176,19 @@ class _PinnedReader:
         event.synchronize()
         self._free.append((place, event))
         return place.tolist()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and not meanwhile: a graph that is freed during a capture makes it fail."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -237,16 +266,12 @@ class CapturedSteps:
 
     Args:
         engine: what records.
-        lay_out: makes the memory of a state and of the drafter for a `Room`.
         max_positions: the target's context.
     """
 
-    def __init__(
-        self, engine: Engine, lay_out: Callable[[Room], tuple[DecodeState, Drafter]], max_positions: int
-    ) -> None:
+    def __init__(self, engine: Engine, max_positions: int) -> None:
         self.engine = engine
         self.cannot_capture = False
-        self._lay_out = lay_out
         self._max_positions = max_positions
         self._memories: dict[int, _Memory] = {}
 
@@ -255,21 +280,38 @@ class CapturedSteps:
         length = length_bucket(max_length, self._max_positions)
         return Room(batch_bucket(batch_size), length, max_prompt=length - 1, max_new_tokens=length - 1)
 
-    def find(
-        self,
-        batch_size: int,
-        max_length: int,
-        key: Hashable,
-        num_stop_tokens: int,
-        make_step: Callable[[DecodeState, Drafter, torch.Tensor | None], tuple[Callable[[], object], object]],
-    ) -> CapturedStep | None:
-        """A captured step that fits, recorded now if there is none.
+    def find(self, batch_size: int, max_length: int, key: Hashable, num_stop_tokens: int) -> CapturedStep | None:
+        """The captured step of a call; None if none was captured yet.
 
         Args:
             batch_size: rows of the call.
             max_length: most tokens of a row.
             key: what the step depends on beside sizes: the acceptance rule, processing.
             num_stop_tokens: E.
+        """
+        memory = self._memories.get(batch_bucket(batch_size))
+        if memory is None or memory.state.room.max_length < max_length or (key, num_stop_tokens) not in memory.steps:
+            return None
+        memory.steps.move_to_end((key, num_stop_tokens))
+        return memory.steps[key, num_stop_tokens]
+
+    def capture(
+        self,
+        batch_size: int,
+        max_length: int,
+        key: Hashable,
+        num_stop_tokens: int,
+        lay_out: Callable[[Room], tuple[DecodeState, Drafter]],
+        make_step: Callable[[DecodeState, Drafter, torch.Tensor | None], tuple[Callable[[], object], object]],
+    ) -> CapturedStep | None:
+        """Record a step that `find` does not find; arguments as there.
+
+        Args:
+            batch_size: as above.
+            max_length: as above.
+            key: as above.
+            num_stop_tokens: as above.
+            lay_out: makes the memory of a state and of the drafter.
             make_step: given state, drafter and stop tokens, begins a generation that is thrown away and returns a
                 function that runs a step of it, and what must be kept as long as the recording.
 
@@ -283,11 +325,7 @@ class CapturedSteps:
         if memory is None or memory.state.room.max_length < max_length:
             self._memories.pop(rows, None)
             memory = None  # freed before the larger one is made
-            memory = self._memories[rows] = _Memory(*self._lay_out(self.room(batch_size, max_length)))
-        key = (key, num_stop_tokens)
-        if key in memory.steps:
-            memory.steps.move_to_end(key)
-            return memory.steps[key]
+            memory = self._memories[rows] = _Memory(*lay_out(self.room(batch_size, max_length)))
         if len(memory.steps) >= MAX_RECORDINGS:
             memory.steps.popitem(last=False)
         device = memory.state.root.device
@@ -304,8 +342,9 @@ class CapturedSteps:
         except BaseException:
             self.release()
             raise
-        memory.steps[key] = CapturedStep(memory.state, memory.drafter, stops, recording, call)
-        return memory.steps[key]
+        captured = CapturedStep(memory.state, memory.drafter, stops, recording, call)
+        memory.steps[key, num_stop_tokens] = captured
+        return captured
 
     def run(self, step: CapturedStep, max_steps: int) -> None:
         """Replay until all rows have finished, or logits were NaN; `max_steps` are enough in any case."""

@@ -20,7 +20,7 @@ from specdec.draft_tree import DraftTree
 from specdec.drafters.base import Drafter, Prompt, Room
 from specdec.drafters.none import NoDrafter
 from specdec.kernels.launch import Backend
-from specdec.memory_plan import Description, MemoryPlan
+from specdec.memory_plan import Description, MemoryPlan, weights_of
 from specdec.models.cache import KVCache
 from specdec.models.scores import Scores
 from specdec.models.target import PrefillOutput, Target, TargetOutput
@@ -115,7 +115,7 @@ class Decoder:
             capture = CudaGraphs(self.target.device) if on_gpu else False
         self.captured: CapturedSteps | None = None
         if not isinstance(capture, bool):
-            self.captured = CapturedSteps(capture, self._lay_out, self.target.max_positions)
+            self.captured = CapturedSteps(capture, self.target.max_positions)
         self._addresses: list[int] = []
 
     def decode(
@@ -128,7 +128,7 @@ class Decoder:
         processing: Processing | None = None,
         on_step: OnStep | None = None,
         reads_logits: bool = True,
-        keep_cache: bool = True,
+        keep_cache: bool = False,
     ) -> DecodeResult:
         """Decode a batch of prompts.
 
@@ -142,7 +142,7 @@ class Decoder:
             processing: what happens to the target's logits before tokens are chosen.
             on_step: called after prefill and after every step; costs a synchronisation per step, and captures nothing.
             reads_logits: whether `on_step` reads logits; greedy decoding writes none for one that does not.
-            keep_cache: return the keys and values, which after captured steps are copied for that.
+            keep_cache: return the keys and values, which after captured steps takes a copy of them.
 
         Raises:
             ValueError: an empty prompt, or more tokens than fit into the model's context.
@@ -158,8 +158,10 @@ class Decoder:
         max_length = max(map(len, prompts)) + max_new_tokens
         with self._running():
             captured = None
-            if on_step is None and max_new_tokens > 1:
-                captured = self._find_captured(num_rows, max_length, processing, len(stop_tokens), timer)
+            if on_step is None:
+                captured = self._find_captured(
+                    num_rows, max_length, processing, len(stop_tokens), timer, may_capture=max_new_tokens > 1
+                )
             rows = num_rows if captured is None else captured.state.room.batch_size
             prompt = self._pad(prompts, rows, max_length)
             with timer.phase("prefill"):
@@ -188,7 +190,9 @@ class Decoder:
                 spans_ms=timer.spans_ms(),
             )
             tokens = state.tokens(num_rows)
-            cache = state.cache if captured is None else self._copy_cache(state, num_rows) if keep_cache else None
+            cache = None
+            if keep_cache:
+                cache = state.cache if captured is None else self._copy_cache(state, num_rows)
         return DecodeResult(tokens, stats, cache)
 
     def warmup(
@@ -294,16 +298,28 @@ class Decoder:
                 self._tell(state, report, on_step)
 
     def _find_captured(
-        self, batch_size: int, max_length: int, processing: Processing, num_stop_tokens: int, timer: PhaseTimer
+        self,
+        batch_size: int,
+        max_length: int,
+        processing: Processing,
+        num_stop_tokens: int,
+        timer: PhaseTimer,
+        *,
+        may_capture: bool = True,
     ) -> CapturedStep | None:
         """A captured step for a call, None if its steps run eagerly."""
         captured, signature = self.captured, processing.signature
         if captured is None or captured.cannot_capture or signature is None:
             return None
-        addresses = [tensor.data_ptr() for tensor in self.target.model.parameters()]
-        if addresses != self._addresses:  # the model was moved: recordings read memory that is not its own any more
+        addresses = [tensor.data_ptr() for tensor in (*self.target.model.parameters(), *weights_of(self.drafter))]
+        if addresses != self._addresses:  # a model was moved: recordings read memory that is not its own any more
             captured.release()
             self._addresses = addresses
+        # the rule itself is part of the key: another one at the same address would be another key
+        sizes = (batch_size, max_length, (self.acceptance, signature), num_stop_tokens)
+        found = captured.find(*sizes)
+        if found is not None or not may_capture:
+            return found
 
         def begin(state: DecodeState, drafter: Drafter, stops: torch.Tensor | None) -> tuple[Callable[[], Any], Any]:
             """A generation that is thrown away."""
@@ -317,10 +333,10 @@ class Decoder:
 
         try:
             with timer.phase("capture"):
-                # the rule itself is part of the key: another one at the same address would be another key
-                key = (self.acceptance, signature)
-                return captured.find(batch_size, max_length, key, num_stop_tokens, begin)
+                return captured.capture(*sizes, self._lay_out, begin)
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            if "out of memory" not in str(error):
+                raise
             plan = self.describe(batch_size=batch_size, max_length=max_length).plan
             raise type(error)(
                 f"memory: expected {plan.total_bytes / 2**30:.2f} GiB on {self.target.device} beside the results of "

@@ -12,7 +12,7 @@ from specdec.drafters.base import Drafter, Room
 from specdec.models.cache import KVCache
 from specdec.models.target import Target
 
-__all__ = ["Description", "MemoryPlan", "num_bytes", "tensors_of"]
+__all__ = ["Description", "MemoryPlan", "num_bytes", "tensors_of", "weights_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
         else:
             waiting += _parts(one)
     return list(found.values())
+
+
+def weights_of(drafter: Drafter) -> list[torch.Tensor]:
+    """The parameters of the networks that a drafter holds."""
+    networks = [one.model if isinstance(one, Target) else one for one in vars(drafter).values()]
+    return [weight for one in networks if isinstance(one, nn.Module) for weight in one.parameters()]
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -19,6 +19,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self._enabled = enabled
+        self._device = device
         self._cuda = device.type == "cuda"
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._times: list[tuple[str, float, float]] = []
@@ -30,9 +31,9 @@ class PhaseTimer:
             yield
         elif self._cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+            start.record(torch.cuda.current_stream(self._device))
             yield
-            end.record()
+            end.record(torch.cuda.current_stream(self._device))
             self._events.append((name, start, end))
         else:
             begin = time.perf_counter()
@@ -42,7 +43,7 @@ class PhaseTimer:
     def spans_ms(self) -> list[tuple[str, float, float]]:
         """Name, begin and end of every phase so far, in milliseconds since the first one began; waits for the GPU."""
         if self._events:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
             first = self._events[0][1]
             return [(name, first.elapsed_time(start), first.elapsed_time(end)) for name, start, end in self._events]
         origin = self._times[0][1] if self._times else 0.0

@@ -16,11 +16,15 @@ mend_interpreter()
 
 
 def pytest_collection_modifyitems(items):
+    reasons = {}
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+        reasons["gpu"] = "needs an NVIDIA GPU"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        reasons["interpreter"] = "needs Triton's interpreter: hide the GPU with CUDA_VISIBLE_DEVICES="
+    for item in items:
+        for marker, reason in reasons.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

@@ -188,6 +188,7 @@ def test_a_cell_measures_every_arm_and_names_synthetic_acceptance(target, prompt
     assert medusa["tau"] == 5
     assert medusa["efficiency"] == medusa["speedup"] / 5
     assert medusa["split_ms"].keys() == {"draft", "score", "verify", "commit"}
+    assert medusa["split_of"] == "timed"
     assert medusa["floor_bytes"]["drafter_weights"] == 4 * 4 * 64 * 256
     assert medusa["percent_of_floor"] is None
     assert records["none"]["speedup"] == records["none"]["tau"] == 1
@@ -247,12 +248,54 @@ def test_an_error_of_the_compiler_is_no_failure_of_the_run(target, prompts, monk
         return Arm("transformers", run)
 
     monkeypatch.setattr(decode_cells, "transformers_arm", broken)
-    with pytest.raises(ValueError, match="no compiler"):
-        records_of(make_cell(target, prompts))
-    found = decode_cells._measure(
-        make_cell(target, prompts), "transformers_static", lambda: broken(target, ()), decode_cells._Reference()
-    )
-    assert found[0]["missing"] == "ValueError: no compiler"
+    records = records_of(make_cell(target, prompts))
+    assert records["transformers_static"]["missing"] == "ValueError: no compiler"
+    assert "gate" not in records["transformers_static"]
+
+
+def test_an_arm_that_fails_is_red_and_the_others_are_measured(target, prompts, monkeypatch, capsys):
+    slow_clock(monkeypatch)
+
+    def broken():
+        raise ValueError("no such drafter")
+
+    cell = make_cell(target, prompts)
+    records = records_of(replace(cell, drafters={"broken": broken, **cell.drafters}))
+    assert records["broken"]["gate"] == "red"
+    assert records["broken"]["missing"] == "ValueError: no such drafter"
+    assert "in broken" in capsys.readouterr().err
+    assert records["medusa"]["gate"] == records["transformers"]["gate"] == "green"
+
+
+def test_without_a_baseline_nothing_is_compared(target, prompts, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decode_cells, "our_arm", full)
+    records = records_of(make_cell(target, prompts))
+    assert records.pop("none")["missing"] == "CUDA out of memory"
+    assert {record["missing"] for record in records.values()} == {"no plain decoding: CUDA out of memory"}
+    assert not any("gate" in record for record in records.values())
+
+
+def test_phases_of_a_captured_step_come_from_the_eager_loop(target, prompts, monkeypatch):
+    slow_clock(monkeypatch)
+    original = decode_cells.our_arm
+
+    def captured(name, *args):
+        arm = original(name, *args)
+
+        def run(rows, length):
+            tokens, stats = arm.run(rows, length)
+            return tokens, replace(stats, captured=True, times_ms={"prefill": 1.0, "steps": 2.0})
+
+        return replace(arm, run=run)
+
+    monkeypatch.setattr(decode_cells, "our_arm", captured)
+    record = records_of(make_cell(target, prompts))["medusa"]
+    assert record["captured"]
+    assert record["split_of"] == "eager"
+    assert record["split_ms"].keys() == {"draft", "score", "verify", "commit"}
 
 
 def test_the_most_telling_cells_come_first():

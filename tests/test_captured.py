@@ -25,6 +25,8 @@ from specdec.models.target import Target
 from specdec.processing import Processing
 from specdec.tiny import load_tiny, tiny_drafter
 
+pytestmark = pytest.mark.interpreter
+
 LENGTHS = {"one row": [5], "three rows": [3, 9, 1]}
 
 
@@ -169,7 +171,7 @@ def test_recordings_are_shared_by_what_fits_and_released_on_demand(generator, mo
     assert "captured: 2 for 2 x 64 tokens" in str(decoder.describe())
     for temperature in range(1, 20):
         processing = warped(prompts, decoder, temperature=temperature / 10)
-        decoder.captured.find(2, 16, processing.signature, 0, lambda *_: (lambda: None, None))
+        decoder.captured.capture(2, 16, processing.signature, 0, decoder._lay_out, lambda *_: (lambda: None, None))
     assert {room.batch_size: count for room, count in decoder.captured.rooms()}[2] == MAX_RECORDINGS
     decoder.release()
     assert decoder.captured.rooms() == []
@@ -313,15 +315,52 @@ def test_a_moved_model_is_captured_anew(generator, monkeypatch):
     assert decoder.captured.engine.num_recorded == 2
 
 
+def test_a_drafter_that_moved_is_captured_anew(generator, monkeypatch):
+    _, decoder = two_decoders("medusa", None, monkeypatch)
+    prompts = some_prompts(generator, [5])
+    decoder.decode(prompts, 4)
+    weight = next(decoder.drafter.network.parameters())
+    weight.data = weight.data.clone()
+    decoder.decode(prompts, 4)
+    assert decoder.captured.engine.num_recorded == 2
+
+
 def test_the_cache_of_a_result_is_its_own(generator, monkeypatch):
     eager, decoder = two_decoders("draft_tree", None, monkeypatch)
     prompts = some_prompts(generator, [5, 2, 8, 3, 1])
-    result, expected = decoder.decode(prompts, 10), eager.decode(prompts, 10)
+    result, expected = decoder.decode(prompts, 10, keep_cache=True), eager.decode(prompts, 10, keep_cache=True)
     decoder.decode(some_prompts(generator, [9] * 5), 12)
     assert torch.equal(result.cache.lengths, expected.cache.lengths)
     for row, length in enumerate(result.cache.lengths.tolist()):
         torch.testing.assert_close(result.cache.data[:, :, row, :length], expected.cache.data[:, :, row, :length])
-    assert decoder.decode(prompts, 10, keep_cache=False).cache is None
+    assert decoder.decode(prompts, 10).cache is eager.decode(prompts, 10).cache is None
+
+
+def test_a_decoder_that_nobody_holds_gives_its_memory_back_at_once(monkeypatch):
+    """Not when garbage is collected: that may be far off, and in the midst of another capture."""
+    decoder = Decoder(build_model("llama"), capture=GuardedEngine(), backend="reference")
+    decoder.captured.engine.record = lambda step: None
+    decoder.warmup(max_length=20)
+    ((state, _),) = decoder.captured.memories()
+    kept = weakref.ref(state.cache.data)
+    del state
+    gc.disable()
+    try:
+        del decoder
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_single_token_takes_a_captured_step_that_is_there_and_captures_none(generator, monkeypatch):
+    _, decoder = two_decoders("medusa", None, monkeypatch)
+    prompts = some_prompts(generator, [5])
+    assert not decoder.decode(prompts, 1).stats.captured
+    decoder.warmup(max_length=20)
+    result = decoder.decode(prompts, 1)
+    assert result.stats.captured
+    assert len(result.tokens[0]) == 1
+    assert decoder.captured.engine.num_recorded == 1
 
 
 @pytest.mark.parametrize("kind", [*DRAFTERS])

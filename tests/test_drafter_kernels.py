@@ -18,6 +18,8 @@ from specdec.models import amphista, hydra, lm_heads, medusa
 from specdec.models.target import Target
 from specdec.trees import TreeShape
 
+pytestmark = pytest.mark.interpreter
+
 SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 1], [0, 0, 0]])
 CASES = {
     "medusa": (Medusa, {"num_heads": 3, "num_layers": 2}, SHAPE),

@@ -197,6 +197,7 @@ def test_rows_end_at_stop_tokens_and_at_the_end_of_the_context(generator):
     assert Decoder(model, Lookahead()).decode(prompts, 30, stop_tokens=[stop]).tokens == expected
 
 
+@pytest.mark.interpreter
 def test_the_triton_kernels_cope_with_the_window(generator):
     model = build_model("llama")
     prompts = random_prompts(generator, [5, 3])

@@ -34,6 +34,8 @@ def rules_for(kind):
 
 
 CASES = [(kind, rule) for kind in DRAFTERS for rule in rules_for(kind)]
+pytestmark = pytest.mark.interpreter
+
 EVERYTHING = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 

@@ -165,7 +165,9 @@ def test_a_batch_gives_its_rows_own_results_and_the_cache_of_a_fresh_prefill(see
     expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in alone]
     shape = specdec.as_tree_shape(tree)
     drafter = oracle(shape, [row + [0] * 20 for row in alone], VOCAB_SIZE)
-    result = Decoder(MODEL, Nudged(drafter, alone, prompts, seed=seed)).decode(prompts, 14, stop_tokens=[stop])
+    result = Decoder(MODEL, Nudged(drafter, alone, prompts, seed=seed)).decode(
+        prompts, 14, stop_tokens=[stop], keep_cache=True
+    )  # fmt: skip
     assert result.tokens == expected
     target = Target(MODEL)
     for row, prompt in enumerate(prompts):

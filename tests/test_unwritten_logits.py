@@ -20,6 +20,8 @@ from specdec.models.target import Target
 from specdec.processing import Processing
 from specdec.trees import TreeShape
 
+pytestmark = pytest.mark.interpreter
+
 VOCAB_SIZE = 131  # more than one tile of the kernel, and no other size of the model
 
 

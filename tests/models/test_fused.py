@@ -62,6 +62,7 @@ def test_a_tree_is_scored_as_by_the_stock_layers(family, generator):
     assert num_fused(model) == 3
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("family", ["llama", "mistral_window", "qwen2", "qwen3"])
 def test_a_tree_is_scored_by_the_kernels_as_by_the_stock_layers(family, generator):
     model = make_biased(build_model(family), generator)
@@ -288,6 +289,7 @@ def test_nested_blocks_and_targets_of_either_kind(generator):
     assert snapshot(model) == before
 
 
+@pytest.mark.interpreter
 def test_by_default_the_backend_decides():
     model = build_model("llama")
     assert not Target(model).fused

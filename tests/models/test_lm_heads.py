@@ -48,7 +48,7 @@ def heads_of_every_kind(generator, num_lists, vocab_size, width, rank, backend):
     }
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton", None])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreter), None])
 @torch.no_grad()
 def test_best_tokens_are_those_of_the_op_with_many_ties(backend, generator):
     states = whole(generator, 2, 3, 8)
