@@ -236,11 +236,12 @@ def _taps(
 
 
 def _tap_layers(named: Mapping[str, Sequence[int]], count: int) -> tuple[int, ...]:
-    """Outputs of layers from the ids of a file, by what their place and the first of them tell.
+    """Outputs of layers from the ids of a file, by what their place and the lowest of them tell.
 
     SpecForge and ModelOpt write ids of layers whose *outputs* are read into `eagle_config`, by default 1, L // 2 - 1
     and L - 4. speculators write ids of layers whose *inputs* are read to the top level, by default 2, L // 2 and L - 3.
-    vLLM reads all ids as inputs; SGLang tells them apart by the first: outputs if it is 1, else inputs.
+    vLLM reads all ids as inputs; SGLang tells them apart by the first: outputs if it is 1, else inputs. Whatever their
+    order in the file, all of them gather states on the way through the layers, from the lowest up.
 
     Args:
         named: ids by the name of their field.
@@ -254,10 +255,11 @@ def _tap_layers(named: Mapping[str, Sequence[int]], count: int) -> tuple[int, ..
         raise ValueError(f"{field}: expected the same ids as in {', '.join(named)}, got {list(named.values())}")
     if len(ids) != count or not all(isinstance(layer, int) and layer >= 0 for layer in ids):
         raise ValueError(f"{field}: expected {count} layers, as fc.weight has, got {ids}")
-    outputs, inputs = tuple(ids), tuple(layer - 1 for layer in ids)
-    if field == f"eagle_config.{_LAYER_IDS}" and ids[0] in (1, 2):
-        return outputs if ids[0] == 1 else inputs
-    if field == _LAYER_IDS and min(ids) > 1:
+    outputs = tuple(sorted(ids))
+    inputs = tuple(layer - 1 for layer in outputs)
+    if field == f"eagle_config.{_LAYER_IDS}" and outputs[0] in (1, 2):
+        return outputs if outputs[0] == 1 else inputs
+    if field == _LAYER_IDS and outputs[0] > 1:
         return inputs
     raise ValueError(
         f"{field}: expected ids that begin with 1 in eagle_config, or with 2 or more outside it, got {ids}, which "

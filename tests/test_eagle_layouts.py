@@ -148,6 +148,7 @@ def test_missing_and_extra_and_misshapen_tensors_are_named(make):
         ({}, None),
         ({"eagle_config": {IDS: None, "use_aux_hidden_state": True}}, None),
         ({"eagle_config": {IDS: [1, 15, 28]}}, (1, 15, 28)),
+        ({"eagle_config": {IDS: [32, 1, 17]}}, (1, 17, 32)),  # a set's order; states are gathered from the lowest up
         ({"eagle_config": {IDS: [2, 16, 29]}}, (1, 15, 28)),
         ({IDS: [2, 16, 29]}, (1, 15, 28)),
         ({IDS: [24, 30, 36]}, (23, 29, 35)),
