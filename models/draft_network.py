@@ -25,9 +25,11 @@ class DraftNetwork(nn.Module):
         config_class: frozen dataclass of the network's sizes and switches; JSON-serialisable with `asdict`.
         config: an instance of it.
         backend: what runs its kernels; by default decided by the device. Set when a drafter is bound to its target.
+        file_embedding: name under which published files hold an input embedding, which tells their base model.
     """
 
     config_class: ClassVar[type]
+    file_embedding: ClassVar[str | None] = None
     config: Any
     backend: Backend | None = None
 
@@ -45,7 +47,7 @@ class DraftNetwork(nn.Module):
 
     @classmethod
     def from_published(cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> "Self":
-        """Build a network from the authors' published file.
+        """Build a network from the authors' published file. A kind's further keywords are settings of loading.
 
         Args:
             tensors: the file's tensors by name.
@@ -55,6 +57,9 @@ class DraftNetwork(nn.Module):
             ValueError: a missing, unexpected or misshapen tensor, by name.
         """
         raise NotImplementedError(f"{cls.__name__}: no published layout is known")
+
+    def share_embedding(self) -> None:
+        """Give up an embedding of its own, if it has one: it was found to equal the target's."""
 
     def check_fits(self, *, vocab_size: int, hidden_size: int) -> None:
         """Raise ValueError unless the network belongs to a target of these sizes (those that its config sets)."""

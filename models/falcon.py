@@ -97,6 +97,7 @@ class FalconNetwork(DraftNetwork):
     """
 
     config_class = FalconConfig
+    file_embedding = "embed_tokens.weight"
     config: FalconConfig
 
     def __init__(self, config: FalconConfig) -> None:

@@ -6,19 +6,22 @@ the names of their tensors, which each network class recognises; any other causa
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from specdec.drafter_folder import RECORD, TREE, WEIGHTS, DrafterRecord, TargetRecord, config_from
+from specdec.drafter_folder import RECORD, TREE, WEIGHTS, DrafterRecord, TargetRecord, config_from, embeds_like
 from specdec.drafter_kinds import (
     DRAFTER_KINDS,
     KINDS_WITHOUT_WEIGHTS,
     NETWORK_KINDS,
     drafter_class,
+    file_settings_of,
     network_class,
     settings_of,
 )
@@ -59,12 +62,14 @@ def load_drafter(
             measures for some seconds which part of the default tree is fastest for one request on this machine, and a
             plan of `specdec tune` is such a choice on file; where no tree is expected to pay, both give plain decoding.
         any_target: load a drafter that was trained for another target of the same sizes.
-        settings: settings of the kind, such as prompt_lookup's `max_ngram` and `num_draft_tokens`.
+        settings: settings of the kind, such as prompt_lookup's `max_ngram` and `num_draft_tokens`, and of reading
+            the files that others published, such as EAGLE's `tap_layers` and `rope_theta`.
 
     Raises:
         FileNotFoundError: no such folder or repository, and no kind of that name.
         TypeError: a source of another type, or a setting that the kind does not have.
         ValueError: a malformed checkpoint, or one of another target.
+        NotImplementedError: a published file that asks for arithmetic which the kind's network does not have.
     """
     target = target if isinstance(target, Target) else Target(target)
     if isinstance(source, Drafter):
@@ -176,7 +181,10 @@ def _load_published(
         tensors = tensor_files(path)
         kind = _recognise(set(tensors), config) if kind is None else kind
         if kind is not None and kind != "draft_model":
-            network = network_class(kind).network_class.from_published(tensors, config)
+            read: Callable[..., DraftNetwork] = network_class(kind).network_class.from_published
+            names = [name for name in file_settings_of(kind) if name in settings]
+            network = read(tensors, config, **{name: settings.pop(name) for name in names})
+            _compare_embedding(network, tensors, target)
             return _drafter(kind, network, path, target, TargetRecord.of(target), tree, settings)
         if "model_type" not in config:
             shown = ", ".join(sorted(tensors)[:4])
@@ -185,6 +193,23 @@ def _load_published(
                 f"{shown} ...; kind= says which kind they are"
             )
     return _draft_model(_read_causal_lm(path, target), _saved_tree(path) if tree is None else tree, settings)
+
+
+def _compare_embedding(network: DraftNetwork, tensors: Mapping[str, torch.Tensor], target: Target) -> None:
+    """See by the embedding in the file, if there is one, whether the drafter was trained for this target."""
+    for name in tensors:
+        if network.file_embedding is None or name.removeprefix("model.") != network.file_embedding:
+            continue
+        if embeds_like(target, tensors[name]):
+            network.share_embedding()
+            continue
+        used = "target's" if getattr(network, "embed_tokens", None) is None else "file's"
+        logger.warning(
+            "%s: differs from the target's embedding; the %s is used. Either the drafter has an embedding of its own, "
+            "or it was trained for another base model or revision (such as Vicuna v1.3 for v1.5) and will guess badly",
+            name,
+            used,
+        )
 
 
 def _recognise(names: set[str], config: dict[str, Any]) -> str | None:

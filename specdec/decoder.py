@@ -335,7 +335,7 @@ class Decoder:
             with timer.phase("capture"):
                 return captured.capture(*sizes, self._lay_out, begin)
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            if "out of memory" not in str(error):
+            if not (isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)):
                 raise
             plan = self.describe(batch_size=batch_size, max_length=max_length).plan
             raise type(error)(

@@ -34,6 +34,7 @@ __all__ = [
     "DrafterRecord",
     "TargetRecord",
     "config_from",
+    "embeds_like",
     "write_folder",
 ]
 
@@ -43,6 +44,7 @@ TREE = "tree.json"
 FORMAT = 2
 
 _NUM_SAMPLES = 32
+_NUM_ROWS = 256
 # Casting to bfloat16 moves a number by up to 2^-9 of itself, to float16 by up to 2^-11, or by 2^-25 if it is tiny.
 _RELATIVE_TOLERANCE = 2.0**-8
 _ABSOLUTE_TOLERANCE = 1e-6
@@ -64,14 +66,9 @@ class TargetRecord:
     @torch.no_grad()
     def of(cls, target: Target) -> "Self":
         """The record of a target."""
-        embed = target.model.get_input_embeddings()
-        weight = embed.weight
+        values = _embedding_rows(target, _spread(_NUM_SAMPLES, target.model.get_input_embeddings().weight.shape[0]))
         samples = torch.arange(_NUM_SAMPLES)
-        rows = (samples * (weight.shape[0] - 1) // (_NUM_SAMPLES - 1)).to(weight.device)
-        columns = (samples * 37 % weight.shape[1]).to(weight.device)
-        # of a weight that is spread over processes, each has a part; the module gives whole rows
-        values = weight[rows, columns] if target.sharding is None else embed(rows).gather(1, columns[:, None])[:, 0]
-        numbers = values.double().tolist()
+        numbers = values[samples, samples * 37 % values.shape[1]].double().tolist()
         return cls(target.vocab_size, target.hidden_size, tuple(float(f"{number:.6g}") for number in numbers))
 
     def check(self, other: "TargetRecord", *, source: str, any_target: bool) -> None:
@@ -94,6 +91,27 @@ class TargetRecord:
                 f"drafter: expected one trained for this target, but the target of {source} has the same sizes and "
                 f"another embedding; load_drafter(..., any_target=True) loads it all the same"
             )
+
+
+@torch.no_grad()
+def embeds_like(target: Target, weight: torch.Tensor) -> bool:
+    """Whether `weight [V, C]` is the target's input embedding in any dtype, as far as some hundred rows tell."""
+    rows = _spread(_NUM_ROWS, weight.shape[0])
+    ours, theirs = _embedding_rows(target, rows).double(), weight[rows].double()
+    return torch.allclose(ours, theirs, rtol=_RELATIVE_TOLERANCE, atol=_ABSOLUTE_TOLERANCE)
+
+
+def _spread(count: int, size: int) -> torch.Tensor:
+    """[count] int64: indices below `size` from the first to the last, as far apart as can be."""
+    return torch.arange(count) * (size - 1) // (count - 1)
+
+
+def _embedding_rows(target: Target, rows: torch.Tensor) -> torch.Tensor:
+    """Of the target's input embedding the rows `rows [n]`: [n, C], on the CPU."""
+    embed = target.model.get_input_embeddings()
+    rows = rows.to(embed.weight.device)
+    # of a weight that is spread over processes, each has a part; the module gives whole rows
+    return (embed.weight[rows] if target.sharding is None else embed(rows)).cpu()
 
 
 @dataclass(frozen=True, slots=True)

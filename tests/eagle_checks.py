@@ -7,6 +7,14 @@ from specdec.models.eagle import EagleConfig, EagleNetwork
 
 TAPS = (0, 1, 1)
 DRAFT_TOKENS = torch.arange(1, VOCAB_SIZE, 3)
+SWITCHES = {
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_output": {"norm_output": True},
+    "joined": {"feature_norm": "joined"},
+    "each": {"feature_norm": "each", "norm_output": True},
+    "own_embedding": {"own_embedding": True, "norm_before_residual": True},
+    "shares_lm_head": {"shares_lm_head": True, "draft_vocab_size": None},
+}
 
 
 def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwork:
@@ -18,7 +26,7 @@ def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwor
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             scale = 0.3 if parameter.ndim == 1 else 1.5 / parameter.shape[1] ** 0.5
-            if version == 3 and name == "fc.weight":
+            if name == "fc.weight" and version == 3 and network.config.feature_norm is None:
                 scale /= 30  # the layers of a random target have large outputs, which would drown all that follows
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise if "norm" in name else noise)
@@ -30,7 +38,7 @@ def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwor
 def record_logits(network, model) -> list[torch.Tensor]:
     """Keep the logits of every pass; when drafting [B, n, draft vocabulary], in the order of feeding."""
     passes, speak = [], network.speak
-    lm_head = model.get_output_embeddings() if network.config.version == 1 else network.lm_head
+    lm_head = model.get_output_embeddings() if network.lm_head is None else network.lm_head
 
     def recording(states):
         passes.append(lm_head(speak(states)))
@@ -49,8 +57,10 @@ class Literal:
     def __init__(self, network: EagleNetwork, model) -> None:
         self.config, self.layer = network.config, network.config.layer
         self.weights = {name: tensor.double() for name, tensor in network.state_dict().items()}
-        self.embedding = model.get_input_embeddings().weight.detach().double()
-        self.head = model.get_output_embeddings().weight.detach().double()
+        target = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+        self.embedding, self.head = (
+            self.weights.get(f"{name}.weight", module.weight.detach().double()) for name, module in target.items()
+        )
 
     def norm(self, x, name):
         return x / (x.square().mean() + self.layer.rms_norm_eps).sqrt() * self.weights[f"{name}.weight"]
@@ -74,7 +84,7 @@ class Literal:
             z = self.project(torch.cat((embedded, state)), "fc")
             return z, z
         norms = self.norm(embedded, "midlayer.input_layernorm"), self.norm(state, "midlayer.hidden_norm")
-        return state, torch.cat(norms)
+        return norms[1] if self.config.norm_before_residual else state, torch.cat(norms)
 
     def state_after(self, pairs):
         """The state that follows the last pair, which sees all of them."""
@@ -95,26 +105,42 @@ class Literal:
         x = self.inputs(*pairs[-1][:2])[0] + self.project(torch.cat(attended), f"{name}.self_attn.o_proj")
         a = self.norm(x, f"{name}.post_attention_layernorm")
         gate, up = self.project(a, f"{name}.mlp.gate_proj"), self.project(a, f"{name}.mlp.up_proj")
-        return x + self.project(gate * gate.sigmoid() * up, f"{name}.mlp.down_proj")
+        x = x + self.project(gate * gate.sigmoid() * up, f"{name}.mlp.down_proj")
+        return self.norm(x, "norm") if self.config.norm_output else x
 
     def logits(self, state):
         """Logits over the target's vocabulary, -inf for tokens that the network cannot propose."""
         if self.config.version == 1:
             return self.head @ state
         logits = torch.full((self.config.vocab_size,), -torch.inf, dtype=torch.float64)
-        own = self.weights["lm_head.weight"] @ self.norm(state, "norm")
+        own = self.head @ (state if self.config.norm_output else self.norm(state, "norm"))
         for draft_id, logit in enumerate(own):
             logits[draft_id + int(self.weights["d2t"][draft_id]) if "d2t" in self.weights else draft_id] = logit
         return logits
 
+    def feature(self, taps):
+        """What the outputs of the target's layers at one token become."""
+        if self.config.feature_norm == "each":
+            taps = [self.norm(tap, f"fc_norm.{index}") for index, tap in enumerate(taps)]
+        joined = torch.cat(taps)
+        return self.project(self.norm(joined, "input_norm") if self.config.feature_norm == "joined" else joined, "fc")
+
     def true_pairs(self, model, text, root):
         """The pairs of a committed text and its root."""
-        outputs = model.model(text[None], output_hidden_states=True)
+        outputs = {}
+
+        def keep(index):
+            return lambda _, __, output: outputs.update({index: output[0].double()})
+
+        handles = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(model.model.layers)]
+        states = model.model(text[None]).last_hidden_state
+        for handle in handles:
+            handle.remove()
         if self.config.version == 1:
-            features = outputs.last_hidden_state[0].double()
+            features = states[0].double()
         else:
-            taps = torch.cat([outputs.hidden_states[layer + 1][0] for layer in self.config.tap_layers], -1).double()
-            features = taps @ self.weights["fc.weight"].T
+            taps = [outputs[layer] for layer in self.config.tap_layers]
+            features = [self.feature([tap[t] for tap in taps]) for t in range(len(text))]
         following = [*text[1:].tolist(), root]
         return [(feature, token, t) for t, (feature, token) in enumerate(zip(features, following, strict=True))]
 

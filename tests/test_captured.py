@@ -256,15 +256,22 @@ def test_a_drafter_whose_state_a_replay_would_not_find_runs_eagerly(drafter, gen
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_errors_of_the_device_say_how_much_is_needed_and_leave_the_model_as_it_was(error, generator):
+def test_a_lack_of_memory_says_how_much_is_needed_and_leaves_the_model_as_it_was(error, generator):
     model = build_model("llama")
     before = (model.config._attn_implementation, [len(module._forward_hooks) for module in model.modules()])
-    decoder = Decoder(model, capture=_Refuses(error("no more")))
-    with pytest.raises(error, match=r"memory: expected .* GiB on cpu .*, got no more; lower max_new_tokens, the batch"):
+    decoder = Decoder(model, capture=_Refuses(error("CUDA out of memory")))
+    match = r"memory: expected .* GiB on cpu .*, got CUDA out of memory; lower max_new_tokens, the batch"
+    with pytest.raises(error, match=match):
         decoder.decode(some_prompts(generator, [5]), 9)
     after = (model.config._attn_implementation, [len(module._forward_hooks) for module in model.modules()])
     assert before == after
     assert decoder.captured.rooms() == []
+
+
+def test_another_error_of_the_device_is_no_lack_of_memory(generator):
+    decoder = Decoder(build_model("llama"), capture=_Refuses(torch.AcceleratorError("CUDA error: misaligned address")))
+    with pytest.raises(torch.AcceleratorError, match="^CUDA error: misaligned address"):
+        decoder.decode(some_prompts(generator, [5]), 9)
 
 
 @pytest.mark.parametrize("are_written", [True, False])

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from drafter_checks import Nudged, begin, check_drafter, propose
-from eagle_checks import DRAFT_TOKENS, TAPS, Literal, random_network, record_logits
+from eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, Literal, random_network, record_logits
 from families import VOCAB_SIZE, build_model, random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +39,15 @@ def test_every_step_proposes_what_a_fresh_drafter_proposes(version, shape, gener
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_every_step_of_every_variant_of_the_third_version(switches, generator):
+    model = build_model("llama")
+    prompts = random_prompts(generator, [1, 6])
+    check_drafter(
+        lambda: Eagle(random_network(model, 3, **switches), SHAPES["k_config"]), model, prompts, max_new_tokens=12
+    )
+
+
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("family", ["opt", "llama3", "mistral_window"])
 def test_other_families(family, version, generator):
@@ -49,10 +58,13 @@ def test_other_families(family, version, generator):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("version", [1, 3])
-def test_static_trees_follow_the_equations(version, generator):
+@pytest.mark.parametrize(
+    ("version", "switches"), [(1, {}), (3, {}), *((3, switches) for switches in SWITCHES.values())],
+    ids=["first", "third", *SWITCHES],
+)  # fmt: skip
+def test_static_trees_follow_the_equations(version, switches, generator):
     model = build_model("llama")
-    network = random_network(model, version, num_key_value_heads=4)
+    network = random_network(model, version, num_key_value_heads=4, **switches)
     shape = SHAPES["leaves at every depth"]
     (text,) = random_prompts(generator, [5])
     literal = Literal(network, model)
@@ -74,10 +86,12 @@ def test_static_trees_follow_the_equations(version, generator):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("version", [1, 3])
-def test_dynamic_trees_follow_the_equations(version, generator):
+@pytest.mark.parametrize(
+    ("version", "switches"), [(1, {}), (3, {}), (3, SWITCHES["each"]), (3, SWITCHES["own_embedding"])]
+)
+def test_dynamic_trees_follow_the_equations(version, switches, generator):
     model = build_model("llama")
-    network = random_network(model, version)
+    network = random_network(model, version, **switches)
     shape = DynamicTree(num_nodes=24, depth=3, top_k=4)
     (text,) = random_prompts(generator, [4])
     literal = Literal(network, model)

@@ -101,13 +101,17 @@ def test_published_files_load_and_compute_what_their_equations_say(tensors, conf
     assert saved.keys() == tensors.keys() - {"embed_tokens.weight"}
     assert all(torch.equal(saved[name], tensors[name]) for name in saved)
 
+    check_drafts(network, model, generator, tap_layers=None if network.config.version == 1 else (0, 0, 1))
+
+
+def check_drafts(network, model, generator, tap_layers=None):
+    """What a network drafts is what its equations give."""
     shape = TreeShape.from_k_config((2, 2))
-    taps = None if network.config.version == 1 else (0, 0, 1)
     (text,) = random_prompts(generator, [4])
-    tree = propose(Eagle(network, shape, tap_layers=taps), model, text, 5)
+    drafter = Eagle(network, shape, tap_layers=tap_layers)
+    tree = propose(drafter, model, text, 5)
     literal = Literal(network, model)
-    if taps is not None:
-        literal.config = EagleConfig(**{**asdict(network.config), "layer": network.config.layer, "tap_layers": taps})
+    literal.config = drafter.saved_config
     pairs = {0: literal.true_pairs(model, text, 5)}
     for node in range(1, shape.num_nodes):
         above = pairs[shape.parent[node]]
@@ -173,7 +177,7 @@ def test_a_drafter_may_have_fewer_key_heads_than_its_target(generator):
 def test_missing_and_extra_and_misshapen_tensors_are_named(file):
     tensors, config = file()
     for name, tensor in tensors.items():
-        if name != "embed_tokens.weight":
+        if name not in ("embed_tokens.weight", "t2d"):
             lacking = {key: value for key, value in tensors.items() if key != name}
             with pytest.raises(ValueError, match=rf"missing tensors \['{name}'\]"):
                 EagleNetwork.from_published(lacking, config)
@@ -253,6 +257,13 @@ def test_a_configuration_survives_json(version):
         ({"draft_vocab_size": 8}, r"version: expected 3 with tap_layers or a draft vocabulary, got 1"),
         ({"version": 3, "draft_vocab_size": 97}, r"draft_vocab_size: expected 1 to 96, .* got 97"),
         ({"version": 3, "tap_layers": ()}, r"tap_layers: expected at least one layer"),
+        ({"norm_output": True}, r"norm_output: expected version 3 with it, got version 1"),
+        ({"feature_norm": "each"}, r"feature_norm: expected version 3 with it"),
+        ({"version": 3, "feature_norm": "all"}, r"feature_norm: expected None, 'joined' or 'each', got 'all'"),
+        (
+            {"version": 3, "shares_lm_head": True, "draft_vocab_size": 8},
+            r"shares_lm_head: expected False with a draft vocabulary of 8 tokens",
+        ),
     ],
 )
 def test_rejects_configurations(settings, match):

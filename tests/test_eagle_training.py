@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from drafter_checks import propose
-from eagle_checks import DRAFT_TOKENS, TAPS, random_network, record_logits
+from eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, random_network, record_logits
 from families import VOCAB_SIZE, build_model, random_prompts
 
 from specdec.candidates import Candidates
@@ -16,7 +16,6 @@ from specdec.training.objectives.eagle import EagleObjective, most_frequent_toke
 from specdec.trees import TreeShape
 
 THIRD = {"version": 3, "tap_layers": TAPS, "draft_tokens": DRAFT_TOKENS}
-SETTINGS = {1: {}, 3: THIRD}
 LOSS = {1: {"noise": 0.0}, 3: {"num_unrolled": 3}}
 
 
@@ -43,13 +42,16 @@ def objective_of(model, version, changes=None, **settings):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("version", [1, 3])
-def test_training_computes_what_drafting_computes(version, generator):
+@pytest.mark.parametrize(
+    ("version", "switches"), [(1, {}), (3, {}), *((3, switches) for switches in SWITCHES.values())],
+    ids=["first", "third", *SWITCHES],
+)  # fmt: skip
+def test_training_computes_what_drafting_computes(version, switches, generator):
     """Step i of an unrolled text is what a chain computes when its candidates happen to be the text."""
     model = build_model("llama")
     objective = objective_of(model, version)
     if version == 3:  # with a whole vocabulary, so that any text is a candidate
-        objective = objective_of(model, version, {"draft_vocab_size": None}, num_unrolled=4)
+        objective = objective_of(model, version, {**switches, "draft_vocab_size": None}, num_unrolled=4)
     (text,) = random_prompts(generator, [12])
     steps = record_logits(objective.network, model)
     objective(make_batch(model, objective, text[None]))
@@ -130,12 +132,15 @@ def record_states(network) -> list[torch.Tensor]:
     return runs
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_the_loss_falls_and_gradients_reach_the_network_alone(version, generator):
+@pytest.mark.parametrize(
+    "settings", [{}, THIRD, *({**THIRD, **SWITCHES[name]} for name in ("each", "own_embedding"))],
+    ids=["first", "third", "each", "own_embedding"],
+)  # fmt: skip
+def test_the_loss_falls_and_gradients_reach_the_network_alone(settings, generator):
     model = build_model("llama")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        objective = EagleObjective.new(Target(model), **LOSS[version], **SETTINGS[version])
+        objective = EagleObjective.new(Target(model), **LOSS[settings.get("version", 1)], **settings)
     network = objective.network
     assert set(objective.parameters()) == set(network.parameters())
     batch = make_batch(model, objective, random_texts(generator))
@@ -224,6 +229,10 @@ def test_new_networks():
     assert torch.equal(third.network.lm_head.weight, model.lm_head.weight[DRAFT_TOKENS])
     random = EagleObjective.new(target, **THIRD, start_from_target=False)
     assert not torch.equal(random.network.lm_head.weight, model.lm_head.weight[DRAFT_TOKENS])
+    assert third.network.embed_tokens is None
+    own = EagleObjective.new(target, **THIRD, own_embedding=True)
+    assert torch.equal(own.network.embed_tokens.weight, model.get_input_embeddings().weight)
+    assert EagleObjective.new(target, version=3, tap_layers=(0, 2), shares_lm_head=True).network.lm_head is None
     whole = EagleObjective.new(target, version=3, tap_layers=(0, 2))
     assert not whole.network.has_own_vocabulary
     assert whole.network.fc.in_features == 128

@@ -44,8 +44,8 @@ class Eagle(NetworkDrafter):
     Args:
         network: the trained network.
         shape: the tree to propose.
-        tap_layers: decoder layers (0-based) of the target whose outputs version 3 reads, for a network whose files do
-            not name them (the published ones do not); by default those of the published rule.
+        tap_layers: decoder layers (0-based) of the target whose outputs version 3 reads, whatever the network's
+            configuration says; where neither does, those of the published rule.
 
     Raises:
         ValueError: a tree without draft tokens, or of more ranks than there are tokens to propose, or beyond the
@@ -91,7 +91,7 @@ class Eagle(NetworkDrafter):
 
     @property
     def saved_config(self) -> EagleConfig:
-        """With the tap layers, which published files do not name."""
+        """With the tap layers, which published files need not name."""
         return replace(self.network.config, tap_layers=self.tap_layers)
 
     @classmethod
@@ -105,8 +105,11 @@ class Eagle(NetworkDrafter):
         self._target = target
         self._taps: list[int] = []
         self._heads = self.lm_heads
-        if self.network.config.version == 3:
+        if self.network.lm_head is not None:
             self._heads = LMHeads.of(self.network.lm_head, backend=target.backend)
+        if self.network.embed_tokens is not None:
+            self.embed = self.network.embed_tokens
+        if self.network.config.version == 3:
             layers = default_tap_layers(target.num_layers) if self.tap_layers is None else self.tap_layers
             self._taps = target.tap(layers)
         self._target_ids = self.network.target_ids

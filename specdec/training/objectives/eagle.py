@@ -119,7 +119,7 @@ class EagleObjective(Objective):
             decay: as for the class.
             draft_tokens: version 3: the target's ids of the tokens that it may propose, in any order; needed when
                 `draft_vocab_size` is less than the target's vocabulary. `most_frequent_tokens` makes them.
-            start_from_target: version 3: begin with the target's LM head.
+            start_from_target: version 3: begin with the target's LM head, and embedding if the network has its own.
             settings: as `EagleConfig.for_target` takes them: `version`, `tap_layers`, `draft_vocab_size`, ...
 
         Raises:
@@ -138,7 +138,8 @@ class EagleObjective(Objective):
                 "got None; specdec.training.objectives.eagle.most_frequent_tokens makes them from token counts"
             )
         if network.config.version == 3 and start_from_target:
-            network.start_from(target.model.get_output_embeddings().weight)
+            model = target.model
+            network.start_from(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
         return cls(
             network.to(target.device),
             target,
@@ -152,6 +153,11 @@ class EagleObjective(Objective):
     def tap_layers(self) -> tuple[int, ...]:
         """Decoder layers whose outputs the loss needs: version 3's."""
         return self.network.config.tap_layers or ()
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embedding of [..] tokens, the target's or the network's own: [.., C]."""
+        own = self.network.embed_tokens
+        return super().embed(tokens) if own is None else own(tokens)
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, and its parts: `"regression"` and `"classification"`, or `"depth_1"`, `"depth_2"`, ..."""
