@@ -4,9 +4,10 @@
     print(plan)
     drafter = with_tree(drafter, plan.tree)
 
-What acceptance and commit cost is the same for all trees and is left out. Two measurements may choose different trees,
-the more so on a busy machine; greedy text is the same with any tree. Nothing is measured unless it is asked for
-(`tree="auto"`, `specdec tune`).
+On a GPU passes and drafts are captured and replayed, as decoding does it: run one by one, their launches would hide
+what they cost. What acceptance and commit cost is the same for all trees and is left out. Two measurements may choose
+different trees, the more so on a busy machine; greedy text is the same with any tree. Nothing is measured unless it is
+asked for (`tree="auto"`, `specdec tune`).
 """
 
 import time
@@ -16,6 +17,7 @@ import torch
 
 from specdec.acceptance import Naive
 from specdec.candidates import TopK
+from specdec.captured import CannotCaptureError, CudaGraphs, Engine
 from specdec.decoder import Decoder, StepReport, without_autograd
 from specdec.drafter_kinds import settings_of
 from specdec.drafters.base import Drafter, Prompt, Room
@@ -23,11 +25,12 @@ from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.network import NetworkDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.memory_plan import tensors_of
 from specdec.models.target import Target
 from specdec.tree_budget import StepCosts, TreePlan, plan_tree, subtree
 from specdec.trees import TreeShape
 
-__all__ = ["MAX_ROWS", "Measure", "measure_ms", "measure_reach", "probe_prompts", "tune", "with_tree"]
+__all__ = ["MAX_ROWS", "Measure", "measure_ms", "measure_reach", "probe_prompts", "replayed", "tune", "with_tree"]
 
 MAX_ROWS = 128
 """Most tree nodes of all rows together: with more, the target's matrix products cost arithmetic, not bandwidth."""
@@ -50,6 +53,19 @@ def measure_ms(function: Callable[[], object]) -> float:
     return min(times[2:])
 
 
+def replayed(engine: Engine, measure: Measure = measure_ms) -> Measure:
+    """`measure` on replays of a function that `engine` recorded, or on the function itself if it cannot be."""
+
+    def measure_replays(function: Callable[[], object]) -> float:
+        try:
+            recording = engine.record(function)
+        except CannotCaptureError:
+            return measure(function)
+        return measure(recording.replay)
+
+    return measure_replays
+
+
 def tune(
     target: Target,
     drafter: Drafter,
@@ -59,7 +75,7 @@ def tune(
     context: int = 512,
     max_new_tokens: int = 64,
     max_rows: int = MAX_ROWS,
-    measure: Measure = measure_ms,
+    measure: Measure | None = None,
 ) -> TreePlan:
     """Measure, and choose the part of the drafter's tree that is expected to give the most tokens per second.
 
@@ -71,7 +87,7 @@ def tune(
         context: tokens of text per row at which passes are timed.
         max_new_tokens: tokens per prompt that acceptance is measured on.
         max_rows: most tree nodes of all rows together.
-        measure: what times a function.
+        measure: what times a function; by default `measure_ms`, on a GPU of replays.
 
     Raises:
         ValueError: a drafter whose tree cannot be cut, or sizes that do not fit the target.
@@ -83,6 +99,8 @@ def tune(
         raise ValueError(
             f"batch_size, context: expected at least 1 row of 1 to {room} tokens, got {batch_size}, {context}"
         )
+    if measure is None:
+        measure = replayed(CudaGraphs(target.device)) if target.device.type == "cuda" else measure_ms
     prompts = probe_prompts(target) if prompts is None else prompts
     reach = measure_reach(Decoder(target, drafter), prompts, max_new_tokens)
     text = torch.randint(0, target.vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0))
@@ -206,14 +224,17 @@ def _draft_ms(
             output = target.prefill(prompt.tokens, prompt.lengths, cache)
             one.allocate(Room(text.shape[0], prompt.max_length, text.shape[1], 1), target.device)
 
-            def run(one: Drafter = one, output: object = output) -> object:
-                one.start(prompt, output)  # type: ignore[arg-type]
+            one.start(prompt, output)
+            counters = [(tensor, tensor.clone()) for tensor in tensors_of(one) if not tensor.is_floating_point()]
+            one.draft(prompt.lengths, prompt.lengths, TopK())
+            moved = [(tensor, before) for tensor, before in counters if not torch.equal(tensor, before)]
+
+            def draft(one: Drafter = one, moved: list[tuple[torch.Tensor, torch.Tensor]] = moved) -> object:
+                for tensor, before in moved:  # a draft goes on from where the last one ended
+                    tensor.copy_(before)
                 return one.draft(prompt.lengths, prompt.lengths, TopK())
 
-            def start(one: Drafter = one, output: object = output) -> object:
-                return one.start(prompt, output)  # type: ignore[arg-type]
-
-            times[tree.max_depth] = max(0.0, measure(run) - measure(start))
+            times[tree.max_depth] = measure(draft)
     drafter.bind(target)
     shallow, whole = times[1], times[shape.max_depth]
     slope = (whole - shallow) / max(1, shape.max_depth - 1)

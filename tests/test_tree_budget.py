@@ -6,9 +6,12 @@ import random
 
 import pytest
 import torch
+from recorder import Recorder
 from scripted_drafters import oracle
+from torch.utils._pytree import tree_leaves
 
 import specdec
+from specdec.captured import CannotCaptureError
 from specdec.cli import main
 from specdec.decoder import Decoder
 from specdec.drafters.none import NoDrafter
@@ -26,7 +29,7 @@ from specdec.tree_budget import (
     subtree,
 )
 from specdec.trees import TreeShape
-from specdec.tuning import measure_ms, measure_reach, probe_prompts, tune, with_tree
+from specdec.tuning import measure_ms, measure_reach, probe_prompts, replayed, tune, with_tree
 
 TREE = TreeShape.from_k_config((2, 2))  # 0; 1 2; 3 4 below 1, 5 6 below 2
 REACH = [1.0, 0.6, 0.2, 0.4, 0.1, 0.1, 0.0]
@@ -201,6 +204,37 @@ def test_a_measured_plan_needs_no_clock(tiny):
     assert again.tokens == Decoder(target).decode(prompts, 16).tokens
     wide = tune(target, drafter, prompts, batch_size=4, context=16, max_new_tokens=24, max_rows=16, measure=measure)
     assert wide.rows[-1].num_nodes == 4  # 16 rows at most
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "hydra++", "draft_model"])
+def test_passes_and_drafts_can_be_replayed(kind, tiny):
+    """As on a GPU; a replay drafts what the call did, however often it ran before."""
+    target, _ = tiny
+    engine = Recorder()
+    times = iter(range(1, 100))
+
+    def measure(function):
+        results = []
+        for _ in range(3):
+            function()
+            results.append(tree_leaves(engine.recordings[-1].calls[-1][-1])[-1].clone())
+        assert all(torch.equal(result, results[0]) for result in results)
+        return float(next(times))
+
+    drafter = specdec.load_drafter(tiny_drafter(kind), target)
+    prompts = probe_prompts(target, num_prompts=1, length=8)
+    plan = tune(target, drafter, prompts, context=16, max_new_tokens=12, measure=replayed(engine, measure))
+    assert plan.rows[-1].num_nodes == drafter.shape.num_nodes
+    assert engine.num_replays == 3 * engine.num_recorded > 0
+
+
+def test_what_cannot_be_replayed_is_timed_as_it_is():
+    class Refuses(Recorder):
+        def record(self, step):
+            raise CannotCaptureError("no")
+
+    assert replayed(Refuses(), lambda function: function())(lambda: 7.0) == 7.0
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "hydra++", "falcon", "draft_model", "parallelspec", "amphista"])
