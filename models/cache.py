@@ -107,3 +107,20 @@ class KVCache(Cache):
         """
         kv_compact(self.data, self.lengths, path, num_accepted, backend=self.backend)
         self.lengths += num_accepted + 1
+
+    def copy_of(self, num_rows: int) -> "KVCache":
+        """The first rows in memory of their own, with a slot to spare."""
+        num_layers, _, _, _, num_kv_heads, head_dim = self.data.shape
+        copy = KVCache(
+            num_layers=num_layers,
+            batch_size=num_rows,
+            capacity=int(self.lengths[:num_rows].max()) + 1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=self.data.dtype,
+            device=self.data.device,
+            backend=self.backend,
+        )
+        copy.data.copy_(self.data[:, :, :num_rows, : copy.data.shape[3]])
+        copy.lengths.copy_(self.lengths[:num_rows])
+        return copy

@@ -163,7 +163,7 @@ class Decoder:
                     num_rows, max_length, processing, len(stop_tokens), timer, may_capture=max_new_tokens > 1
                 )
             rows = num_rows if captured is None else captured.state.room.batch_size
-            prompt = self._pad(prompts, rows, max_length)
+            prompt = Prompt.padded(prompts, rows, max_length, device)
             with timer.phase("prefill"):
                 if captured is None:
                     drafter = self.drafter
@@ -192,7 +192,7 @@ class Decoder:
             tokens = state.tokens(num_rows)
             cache = None
             if keep_cache:
-                cache = state.cache if captured is None else self._copy_cache(state, num_rows)
+                cache = state.cache if captured is None else state.cache.copy_of(num_rows)
         return DecodeResult(tokens, stats, cache)
 
     def warmup(
@@ -326,7 +326,7 @@ class Decoder:
             timer = PhaseTimer(self.target.device, enabled=False)
             call = _Call(drafter, stops, processing, timer, self._needs_logits(processing))
             rows = state.room.batch_size
-            prompt = self._pad([torch.zeros(1, dtype=torch.int64)] * rows, rows, state.room.max_length)
+            prompt = Prompt.padded([], rows, state.room.max_length, self.target.device)
             state.begin(prompt, state.room.max_new_tokens, torch.zeros_like(state.uniforms.seeds))
             self._prefill(state, prompt, call)
             return functools.partial(self.step, state, call), call
@@ -359,27 +359,6 @@ class Decoder:
     def _needs_logits(self, processing: Processing) -> bool:
         """Whether choosing tokens takes logits; otherwise the best token of every node is enough."""
         return self.acceptance.needs_logits or not processing.is_idle
-
-    def _copy_cache(self, state: DecodeState, num_rows: int) -> KVCache:
-        """The first rows of the cache in memory of their own, with a slot to spare."""
-        lengths = state.cache.lengths[:num_rows]
-        capacity = int(lengths.max()) + 1
-        cache = self.target.new_cache(num_rows, capacity)
-        cache.data.copy_(state.cache.data[:, :, :num_rows, :capacity])
-        cache.lengths.copy_(lengths)
-        return cache
-
-    def _pad(self, prompts: Sequence[torch.Tensor], num_rows: int, max_length: int) -> Prompt:
-        """Right-pad the prompts onto the target's device; rows beyond them get a prompt of token 0."""
-        lengths = [int(row.shape[0]) for row in prompts] + [1] * (num_rows - len(prompts))
-        tokens = torch.zeros(num_rows, max(lengths), dtype=torch.int64)
-        for padded, row in zip(tokens, prompts, strict=False):
-            padded[: row.shape[0]] = row
-        return Prompt(
-            tokens=tokens.to(self.target.device),
-            lengths=torch.tensor(lengths, dtype=torch.int32, device=self.target.device),
-            max_length=max_length,
-        )
 
     def _lay_out(self, room: Room) -> tuple[DecodeState, Drafter]:
         """Memory for captured steps."""

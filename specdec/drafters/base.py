@@ -1,6 +1,7 @@
 """The seam between the decoding loop and whatever proposes tokens."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +31,15 @@ class Prompt:
     tokens: torch.Tensor
     lengths: torch.Tensor
     max_length: int
+
+    @classmethod
+    def padded(cls, rows: Sequence[torch.Tensor], num_rows: int, max_length: int, device: torch.device) -> "Prompt":
+        """Right-pad 1-D int64 prompts; rows beyond them get a prompt of the one token 0."""
+        lengths = [int(row.shape[0]) for row in rows] + [1] * (num_rows - len(rows))
+        tokens = torch.zeros(num_rows, max(lengths), dtype=torch.int64)
+        for place, row in zip(tokens, rows, strict=False):
+            place[: row.shape[0]] = row
+        return cls(tokens.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), max_length)
 
 
 @dataclass(frozen=True, slots=True)
