@@ -19,7 +19,7 @@ def philox(counters: tuple[torch.Tensor, ...], seed: int | torch.Tensor) -> tupl
         counters: four int64 tensors that broadcast, of which the low 32 bits count.
         seed: 64-bit key; an int64 tensor gives every counter its own.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counters)
+    c0, c1, c2, c3 = (counter & _MASK for counter in torch.broadcast_tensors(*counters))
     key0, key1 = seed & _MASK, seed >> 32 & _MASK
     for _ in range(10):
         # products of two 32-bit words wrap around in int64, but keep their bits

@@ -144,6 +144,13 @@ def test_philox_gives_the_published_words():
     assert [f"{word.item():08x}" for word in words] == ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]
 
 
+def test_counters_of_philox_are_words_of_32_bits():
+    counters = torch.tensor([5, 2**31 + 1, 2**32 - 3, 9])
+    for other in (counters + 2**32, counters - 2**32, counters + 2**60):
+        for word, expected in zip(philox(tuple(other), 7), philox(tuple(counters), 7), strict=True):
+            assert torch.equal(word, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 300, 1025, 9000])
 def test_races_end_as_in_the_reference(generator, vocab, dtype):
