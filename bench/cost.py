@@ -21,6 +21,7 @@ __all__ = [
     "draft_heads_concat",
     "kv_compact",
     "lm_head_topk",
+    "philox_uniform",
     "plan_splits",
     "rms_norm",
     "rope_kv_write",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _INT32_BYTES = 4
+_INT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,3 +479,22 @@ def sample_race(*, batch: int, num_nodes: int, vocab_size: int, element_bytes: i
     num_bytes = num_logits * element_bytes + (batch * num_nodes + batch + 1) * _INT32_BYTES
     # two logarithms, two differences, a comparison
     return Cost(num_bytes=num_bytes, num_flops=5 * num_logits)
+
+
+def philox_uniform(*, batch: int, count: int, exponential: bool = False) -> Cost:
+    """Cost of philox_uniform, or of philox_exponential with `exponential`: seeds and step in, fp32 numbers out.
+
+    Args:
+        batch: B.
+        count: numbers per row.
+        exponential: a logarithm for each.
+
+    Returns:
+        The cost of one call; the integer work of the generator, some 20 instructions for a number, is not in it.
+    """
+    num_numbers = batch * count
+    flops_per_number = 4 if exponential else 1  # (add, scale, difference, logarithm), or scale
+    return Cost(
+        num_bytes=(batch + 1) * _INT64_BYTES + num_numbers * 4,
+        num_flops=flops_per_number * num_numbers,
+    )

@@ -28,6 +28,7 @@ from specdec.kernels.accept_rejection import accept_rejection
 from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.lm_head_topk import lm_head_topk
+from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
 from specdec.kernels.plan_splits import plan_splits
 from specdec.kernels.rope_kv_write import rope_kv_write
 from specdec.kernels.sample_probs import sample_probs
@@ -128,6 +129,13 @@ def _sampling_cases() -> dict[str, Launch]:
         found[_name("accept_typical", model, _WIDE, fp32)] = _accept_typical(model, _WIDE, sampled=True)
         found[_name("accept_rejection", model, _WIDE, fp32)] = _accept_rejection(model, _WIDE, replacement=False)
         found[_name("sample_probs", model, _WIDE, fp32)] = _sample_probs(model, _WIDE)
+    race = _WIDE.num_nodes * model.vocab_size
+    found[_name("philox_exponential", model, _WIDE, fp32)] = _philox(philox_exponential, race)
+    found[_name("philox_uniform", None, _WIDE, fp32)] = _philox(philox_uniform, _WIDE.num_nodes)
+    found[_name("philox_uniform_single", None, None, fp32)] = _philox(philox_uniform, 1)
+    found[_name("philox_uniform", None, _LARGEST, fp32)] = _philox(philox_uniform, _LARGEST.num_nodes)
+    # a vocabulary that four does not divide, so that rows begin anywhere
+    found[_name("philox_exponential_odd", None, None, fp32)] = _philox(philox_exponential, 32001)
     found[_name("accept_typical_argmax", model, _WIDE, fp32)] = _accept_typical(model, _WIDE, sampled=False)
     found[_name("accept_rejection_replacement", model, _WIDE, fp32)] = _accept_rejection(model, _WIDE, replacement=True)
     found[_name("accept_naive", model, _LARGEST, fp32)] = _accept_naive(model, _LARGEST)
@@ -288,6 +296,11 @@ def _sample_probs(model: ModelShape, tree: TreeSize) -> Launch:
         sample_probs, _logits(model, tree.num_nodes), _int32(1), _int32(1), nodes, nodes, _int32(1, _CAPACITY), seed=0,
         temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, backend="triton",
     )  # fmt: skip
+
+
+def _philox(op: Callable[..., torch.Tensor], count: int) -> Launch:
+    seeds = torch.empty(1, dtype=torch.int64, device="meta")
+    return functools.partial(op, seeds, seeds[0], stream=2, count=count, backend="triton")
 
 
 def _skinny_linear(model: ModelShape, num_rows: int, dtype: torch.dtype) -> Launch:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specdec.kernels.kv_compact import kv_compact
     from specdec.kernels.launch import Backend, LaunchConfig
     from specdec.kernels.lm_head_topk import lm_head_topk
+    from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
     from specdec.kernels.plan_splits import plan_splits
     from specdec.kernels.rms_norm import add_rms_norm, rms_norm
     from specdec.kernels.rope_kv_write import rope_kv_write
@@ -55,6 +56,8 @@ __all__ = [
     "draft_heads_concat",
     "kv_compact",
     "lm_head_topk",
+    "philox_exponential",
+    "philox_uniform",
     "plan_splits",
     "rms_norm",
     "rope_kv_write",
@@ -79,6 +82,7 @@ _MODULES = {
     "add_rms_norm": "rms_norm",
     "beam_step": "tree_rerank",
     "draft_heads_concat": "draft_heads",
+    "philox_exponential": "philox_uniform",
     "sample_race": "sample_probs",
     "warp_logits": "sample_probs",
 }

@@ -59,7 +59,7 @@ class DecodeState:
         """Lay out the memory.
 
         Args:
-            target: whose cache it holds.
+            target: whose cache it holds, and whose backend draws the random numbers.
             room: sizes of the generations to come.
             num_nodes: nodes of the largest tree.
             max_depth: its largest depth.
@@ -73,7 +73,7 @@ class DecodeState:
         return cls(
             room=room,
             cache=target.new_cache(rows, room.max_length + num_nodes, device=device),
-            uniforms=Uniforms(full(rows, value=0, dtype=torch.int64)),
+            uniforms=Uniforms(full(rows, value=0, dtype=torch.int64), backend=target.backend),
             prompt=full(rows, room.max_prompt, value=-1),
             root=full(rows, value=0),
             budget=full(rows, value=0),

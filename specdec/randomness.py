@@ -9,7 +9,8 @@ from enum import IntEnum
 
 import torch
 
-from specdec.kernels.philox import philox_exponential, philox_uniform
+from specdec.kernels.launch import Backend
+from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
 
 __all__ = ["Stream", "Uniforms", "row_seeds"]
 
@@ -29,19 +30,21 @@ class Uniforms:
 
     Args:
         seeds: [B] int64, one per row, on the device.
+        backend: what draws them; by default decided by the device.
     """
 
-    def __init__(self, seeds: torch.Tensor) -> None:
+    def __init__(self, seeds: torch.Tensor, *, backend: Backend | None = None) -> None:
         self.seeds = seeds
+        self.backend = backend
         self.step = torch.zeros((), dtype=torch.int64, device=seeds.device)
 
     def draw(self, stream: int, count: int) -> torch.Tensor:
         """[B, count] float32 in [0, 1) of the current step; the same call gives the same numbers."""
-        return philox_uniform(self.seeds, self.step, stream, count)
+        return philox_uniform(self.seeds, self.step, stream=int(stream), count=count, backend=self.backend)
 
     def exponential(self, stream: int, count: int) -> torch.Tensor:
         """[B, count] float32 exponential variates of rate 1 of the current step."""
-        return philox_exponential(self.seeds, self.step, stream, count)
+        return philox_exponential(self.seeds, self.step, stream=int(stream), count=count, backend=self.backend)
 
     def next_step(self) -> None:
         """Go on to the numbers of the next step."""

@@ -204,8 +204,21 @@ def test_no_launch_finds_its_inputs_in_the_cache(touched, size, free, expected):
         (cost.accept_greedy(batch=2, num_nodes=5, max_depth=2, num_stop_tokens=1), 4 * (28 + 16), 0),
         (cost.rms_norm(num_rows=3, width=8, element_bytes=2), 2 * 8 * (3 + 3 + 1), 4 * 24),
         (cost.rms_norm(num_rows=3, width=8, element_bytes=2, residual=True), 2 * 8 * (6 + 6 + 1), 5 * 24),
+        # two seeds and the step, 10 numbers
+        (cost.philox_uniform(batch=2, count=5), 24 + 40, 10),
+        (cost.philox_uniform(batch=2, count=5, exponential=True), 24 + 40, 40),
     ],
-    ids=["attention", "attention of a level", "compact", "expand", "accept", "norm", "add and norm"],
+    ids=[
+        "attention",
+        "attention of a level",
+        "compact",
+        "expand",
+        "accept",
+        "norm",
+        "add and norm",
+        "uniforms",
+        "exponentials",
+    ],
 )
 def test_costs_are_those_computed_by_hand(computed, num_bytes, num_flops):
     assert computed == Cost(num_bytes, num_flops)

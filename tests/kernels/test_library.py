@@ -66,7 +66,7 @@ def calls():
     words = int32([[[1], [3], [5]]])
     path, slots = int32([[0, 2, -1], [0, 1, 2]]), int32([[5, 6, 7], [2, -1, 3]])
     uniform = torch.tensor([[0.1, 0.4, 0.6, 0.9]] * 2, device=DEVICE)
-    parents = int32([[-1, 0, 0, 1]])
+    parents, seeds = int32([[-1, 0, 0, 1]]), torch.tensor([3, -5], device=DEVICE)
     accept_rejection = tree_call(
         logits, rand(2, 3, 9), int32([0, 1, 2, -1]), uniform, uniform[:, 0].contiguous(), replacement=True
     )
@@ -81,6 +81,8 @@ def calls():
         "draft_heads_concat": (([rand(3, 16), rand(3, 16)], rand(16, 32), rand(16), rand(16, 32)), {}),
         "kv_compact": ((cache, lengths, path, int32([1, 2])), {}),
         "lm_head_topk": ((rand(2, 3, 16), rand(1, 20, 16)), {"k": 4, "store_logits": True}),
+        "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": 9}),
+        "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": 9}),
         "plan_splits": ((lengths,), {"num_tree_nodes": 9, "block": 16, "budget": 4, "max_work": 6}),
         "rms_norm": ((rand(2, 3, 8), rand(8)), {"eps": 1e-5}),
         "rope_kv_write": ((q, k, k, int32([[0, 1, 1], [3, 4, 4]]), rand(9, 16), slots, cache[0, 0], cache[0, 1]), {}),

@@ -1,0 +1,38 @@
+"""specdec.randomness: where the numbers of a step come from, and by which kernels."""
+
+import pytest
+import torch
+from families import build_model
+from recorder import Recording
+
+from specdec.decode_state import DecodeState
+from specdec.drafters.base import Room
+from specdec.kernels.library import as_ops
+from specdec.models.target import Target
+from specdec.randomness import Stream, Uniforms, row_seeds
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_draw_is_one_op(backend, device):
+    uniforms = Uniforms(row_seeds([1, 2], 2).to(device), backend=backend)
+    with as_ops(), Recording() as recording:
+        uniforms.draw(Stream.VERIFY, 7)
+        uniforms.exponential(Stream.DRAFT + 1, 20)
+    assert [func.name() for func, *_ in recording.calls] == ["specdec::philox_uniform", "specdec::philox_exponential"]
+
+
+def test_both_backends_draw_the_same(device):
+    ours, theirs = (Uniforms(row_seeds(5, 3).to(device), backend=backend) for backend in ("triton", "reference"))
+    for _ in range(3):
+        for uniforms in (ours, theirs):
+            uniforms.next_step()
+        assert torch.equal(ours.draw(Stream.NEXT_ROOT, 1), theirs.draw(Stream.NEXT_ROOT, 1))
+        torch.testing.assert_close(ours.exponential(Stream.DRAFT, 50), theirs.exponential(Stream.DRAFT, 50))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_generation_draws_by_the_backend_of_its_target(backend, device):
+    target = Target(build_model("llama").to(device), backend=backend)
+    room = Room(batch_size=2, max_length=16, max_prompt=8, max_new_tokens=8)
+    state = DecodeState.new(target, room, num_nodes=3, max_depth=2, device=target.device)
+    assert state.uniforms.backend == backend
