@@ -25,15 +25,19 @@ class LaunchConfig:
         blocks: tile sizes and other constexpr arguments, by parameter name.
         num_warps: warps of one program.
         num_stages: depth of the software pipeline of the main loop.
+        fuses_products: the compiler may fuse a product with a sum, which saves the product's rounding. False where that
+            rounding is part of the definition.
     """
 
     blocks: Mapping[str, int] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
+    fuses_products: bool = True
 
     def kwargs(self) -> dict[str, Any]:
         """Keywords of the launch."""
-        return {**self.blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        settings = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**self.blocks, **settings, **({} if self.fuses_products else {"enable_fp_fusion": False})}
 
 
 def resolve_backend(tensor: torch.Tensor, backend: Backend | None = None) -> Backend:

@@ -19,7 +19,7 @@ Shapes:     B requests, N tokens, HQ query heads, HK key heads, D head dim (even
 Cost:       reads and writes (HQ + 2 * HK) * D elements per token, reads 4 * D bytes of the table; bandwidth-bound, and
             bound by the launch for the tokens of one decoding step
 Edges:      no other slot is touched. Two tokens of a row with one slot: either may win
-Numerics:   every rounding is that of transformers' LLaMA: the table to the dtype of q, each product, the sum. In fp32 a
+Numerics:   every rounding is that of transformers' LLaMA: the table to the dtype of q, each product, the sum. So no
             product may be fused with the sum. Values are copied bit by bit
 """
 
@@ -124,7 +124,8 @@ def _launch_config(num_kv_heads: int, head_dim: int) -> LaunchConfig:
     """Up to 1024 pairs per program, eight per lane: 16 bytes at a time of 16-bit elements. No more heads than keys."""
     block_d = triton.next_power_of_2(head_dim // 2)
     block_h = min(triton.next_power_of_2(num_kv_heads), max(1, 1024 // block_d))
-    return LaunchConfig({"BLOCK_H": block_h, "BLOCK_D": block_d}, num_warps=max(1, block_h * block_d // 256))
+    num_warps = max(1, block_h * block_d // 256)
+    return LaunchConfig({"BLOCK_H": block_h, "BLOCK_D": block_d}, num_warps=num_warps, fuses_products=False)
 
 
 @library.op(fake=lambda q: q.new_empty(q.shape))

@@ -181,7 +181,7 @@ def draw(masses: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         [...] int64, the first index whose running sum exceeds `uniform` times the total. An index without mass is
         never drawn, unless no index has any: then 0.
     """
-    running = masses.cumsum(-1)
+    running = masses.double().cumsum(-1)  # in fp32 the order of a scan, which is the batch's, would show
     reached = (running > uniform.to(masses.dtype)[..., None] * running[..., -1:]) & (masses > 0)
     # rounding may leave the running sum at the goal itself: then the last index with mass
     last = masses.shape[-1] - 1 - (masses > 0).flip(-1).int().argmax(-1)

@@ -29,6 +29,26 @@ def test_every_kernel_compiles_without_spills_or_regressions():
     assert result.returncode == 0, result.stderr
 
 
+ROPE_PTX = """
+from specdec.bench.compile_only import _recorded_launches
+from specdec.bench.resources import cases
+for name, launch in cases().items():
+    if name.startswith("rope_kv_write/"):
+        with _recorded_launches(90) as kernels:
+            launch()
+        print(*(kernel.asm["ptx"] for kernel in kernels))
+"""
+
+
+@pytest.mark.compile
+def test_rotary_products_are_rounded_before_they_are_added():
+    """As in transformers; fused, a quarter of the results in half precision would be others. The interpreter fuses none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", ROPE_PTX], env=environment, capture_output=True, text=True, check=True)
+    assert "mul.rn.bf16" in result.stdout or "mul.bf16" in result.stdout
+    assert "fma" not in result.stdout
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_op_is_in_the_tables(architecture):
     kernels = {path.stem for path in (ROOT / "kernels").glob("*.py") if "@triton.jit" in path.read_text()}

@@ -81,17 +81,17 @@ TINY_DRAFTERS: dict[str, TinyDrafter] = {
     "hydra": TinyDrafter("hydra", 600, 1e-3, _SHALLOW, {"num_heads": 3}),
     # dropout helps over the paper's ten epochs; in a tenth of one it only slows learning
     "hydra++": TinyDrafter("hydra++", 800, 1e-3, _SHALLOW, {"num_heads": 3, "shared_tail": True, "dropout": 0.0}),
-    "eagle": TinyDrafter("eagle", 900, 1e-3, _DEEP),
+    "eagle": TinyDrafter("eagle", 1200, 3e-3, _DEEP),
     "eagle3": TinyDrafter(
         "eagle3", 400, 3e-3, _DEEP, {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
     ),
     "amphista": TinyDrafter("amphista", 800, 1e-3, _SHALLOW, {"num_heads": 4, "head_rank": 64}),
     # masks at some groups only: more texts in the same time. Two masks: next to nothing was accepted beyond
     "parallelspec": TinyDrafter(
-        "parallelspec", 800, 2e-3, _SHALLOW, {"variant": "eagle", "num_masks": 2, "num_groups": 64}, eagle="eagle"
+        "parallelspec", 1000, 2e-3, _SHALLOW, {"variant": "eagle", "num_masks": 2, "num_groups": 64}, eagle="eagle"
     ),
     "parallelspec_medusa": TinyDrafter(
-        "parallelspec", 500, 3e-3, _SHALLOW, {"variant": "medusa", "num_masks": 2, "num_groups": 48}
+        "parallelspec", 1100, 3e-3, _SHALLOW, {"variant": "medusa", "num_masks": 2, "num_groups": 48}
     ),
     # without dropout for the reason given above
     "falcon": TinyDrafter("falcon", 700, 3e-3, _SHALLOW, {"block_size": 2, "lstm_dropout": 0.0}),

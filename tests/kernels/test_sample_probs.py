@@ -283,5 +283,5 @@ def test_wrong_arguments_are_named(generator, change, error, match):
 )
 def test_launch_config(vocab_size, block_v, num_warps):
     config = _launch_config(vocab_size)
-    assert config.blocks == {"BLOCK_V": block_v, "BITS": 2}
+    assert config.blocks == {"BLOCK_V": block_v}
     assert config.num_warps == num_warps
