@@ -8,8 +8,9 @@ Definition: at a node with target law p, draft law q (children drawn without rep
 Source:     Weng et al. 2025, "Traversal Verification" (arXiv:2505.12398), algorithm 1; on a chain it is block
             verification (Sun et al. 2024, arXiv:2403.10444). tests/test_traversal.py proves the law by enumeration.
 
-No weight depends on a decision: the weights of all nodes are computed in post-order, and the first node in that order
-whose uniform is below its weight is the accepted one.
+No weight depends on a decision, and what a node makes of its own arrival weight, laws and children asks for nothing
+that happens below it: the nodes of one depth are computed at once, with a loop over the places of their children. The
+first node in post-order whose uniform is below its weight is the accepted one.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,21 @@ from specdec.kernels.verdict import Verdict
 from specdec.kernels.walk import RESIDUAL_FLOOR, draw
 from specdec.trees import TreeShape
 
-__all__ = ["TraversalTables", "TraversalWeights", "accept_traversal", "traversal_weights"]
+__all__ = ["TraversalLevel", "TraversalTables", "TraversalWeights", "accept_traversal", "traversal_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraversalLevel:
+    """The nodes of one depth that have children.
+
+    Attributes:
+        nodes: [n] int64, those with the most children first.
+        children: per place among siblings [m] int64, the child of each of the first m nodes, which are those that have
+            that many.
+    """
+
+    nodes: torch.Tensor
+    children: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +48,13 @@ class TraversalTables:
         order: [N] int64, the nodes in post-order.
         parent: [N] int32, -1 for the root.
         ancestors: [N, N] bool, row i marks the nodes on the path from the root to node i, both included.
+        levels: one for each depth but the largest, from the root's.
     """
 
     order: torch.Tensor
     parent: torch.Tensor
     ancestors: torch.Tensor
+    levels: tuple[TraversalLevel, ...]
 
     @classmethod
     def of(cls, shape: TreeShape, device: torch.device) -> "TraversalTables":
@@ -46,6 +63,7 @@ class TraversalTables:
             torch.tensor(_post_order(shape), device=device),
             torch.tensor(shape.parent, dtype=torch.int32, device=device),
             torch.from_numpy(shape.ancestors.copy()).to(device),
+            tuple(_level(shape, nodes, device) for nodes in shape.levels[:-1]),
         )
 
 
@@ -96,7 +114,7 @@ def accept_traversal(
         The verdict.
     """
     tables = TraversalTables.of(shape, tokens.device) if tables is None else tables
-    weights = traversal_weights(tokens, shape, logits, draft_logits, draft_row)
+    weights = traversal_weights(tokens, tables, logits, draft_logits, draft_row)
     is_accepted = uniform[:, tables.order] < weights.weight[:, tables.order]
     is_accepted[:, -1].fill_(True)  # the root was emitted long ago
     accepted = tables.order[is_accepted.int().argmax(1)]  # [B]
@@ -122,39 +140,46 @@ def accept_traversal(
 
 def traversal_weights(
     tokens: torch.Tensor,
-    shape: TreeShape,
+    tables: TraversalTables,
     logits: torch.Tensor,
     draft_logits: torch.Tensor,
     draft_row: torch.Tensor,
 ) -> TraversalWeights:
     """Weights and laws of all nodes; arguments as of `accept_traversal`."""
     tiny = torch.finfo(torch.float32).tiny
-    laws = logits.float().softmax(-1).unbind(1)
-    draft_laws = draft_logits.float().softmax(-1)
-    columns, rows = tokens.long(), draft_row.clamp(min=0)
-    weight, law = [laws[0]] * shape.num_nodes, list(laws)
-
-    def visit(node: int, w: torch.Tensor) -> None:
-        p, q = laws[node], laws[node]
-        if shape.children[node]:  # which law they were drawn from is known on the device alone
-            q = draft_laws.index_select(1, rows[node : node + 1])[:, 0]
-        for child in shape.children[node]:
-            token = columns[:, child, None]
-            p_token, q_token = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
+    law, draft_laws = logits.float().softmax(-1), draft_logits.float().softmax(-1)
+    weight = law.new_ones(tokens.shape)  # the root's stays
+    for level in tables.levels:
+        p, w = law[:, level.nodes], weight[:, level.nodes]  # [B, n, V], [B, n]
+        q = draft_laws[:, draft_row[level.nodes].clamp(min=0)]
+        for children in level.children:
+            m = len(children)  # nodes that have this child; p, q and w of the others are final
+            token = tokens[:, children, None].long()
+            p_token, q_token = p[:, :m].gather(-1, token)[..., 0], q[:, :m].gather(-1, token)[..., 0]
             is_drawn = q_token > 0  # a law of too few tokens fills its list with others
-            visit(child, torch.where(is_drawn, w * p_token / q_token.clamp(min=tiny), 0.0).clamp(max=1.0))
-            residual = (w[:, None] * p - q).clamp(min=0)
+            arrival = (w[:, :m] * p_token / q_token.clamp(min=tiny)).clamp(max=1.0)
+            weight[:, children] = torch.where(is_drawn, arrival, 0.0)
+
+            residual = (w[:, :m, None] * p[:, :m] - q[:, :m]).clamp(min=0)
             mass = residual.sum(-1)
             is_law = is_drawn & (mass > RESIDUAL_FLOOR)  # a smaller residual is rounding: the law stays
-            p = torch.where(is_law[:, None], residual / mass.clamp(min=tiny)[:, None], p)
-            refused = mass + (1 - w)
-            w = torch.where(is_drawn, torch.where(refused > RESIDUAL_FLOOR, mass / refused.clamp(min=tiny), 1.0), w)
-            q = q.scatter(1, token, 0.0)
-            q = q / q.sum(-1, keepdim=True).clamp(min=tiny)
-        weight[node], law[node] = w, p
+            p[:, :m] = torch.where(is_law[..., None], residual / mass.clamp(min=tiny)[..., None], p[:, :m])
+            refused = mass + (1 - w[:, :m])
+            left = torch.where(refused > RESIDUAL_FLOOR, mass / refused.clamp(min=tiny), 1.0)
+            w[:, :m] = torch.where(is_drawn, left, w[:, :m])
+            q[:, :m] = q[:, :m].scatter(-1, token, 0.0)
+            q[:, :m] /= q[:, :m].sum(-1, keepdim=True).clamp(min=tiny)
+        weight[:, level.nodes], law[:, level.nodes] = w, p
+    return TraversalWeights(weight, law)
 
-    visit(0, torch.ones_like(laws[0][:, 0]))
-    return TraversalWeights(torch.stack(weight, 1), torch.stack(law, 1))
+
+def _level(shape: TreeShape, nodes: range, device: torch.device) -> TraversalLevel:
+    inner = sorted((node for node in nodes if shape.children[node]), key=lambda node: -len(shape.children[node]))
+    places = range(len(shape.children[inner[0]]))
+    children = [[shape.children[node][i] for node in inner if i < len(shape.children[node])] for i in places]
+    return TraversalLevel(
+        torch.tensor(inner, device=device), tuple(torch.tensor(list_, device=device) for list_ in children)
+    )
 
 
 def _post_order(shape: TreeShape) -> list[int]:

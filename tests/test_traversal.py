@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from specdec.kernels.walk import RESIDUAL_FLOOR
 from specdec.traversal import TraversalTables, traversal_weights
 from specdec.trees import TreeShape
 
@@ -86,12 +87,13 @@ def test_the_emitted_law_is_the_targets(shape, zeros):
         [torch.stack([laws("draft", context_of(shape, d, n)) for n in inner]) for d, _ in drafts]
     )
     draft_row = torch.tensor([inner.index(n) if n in inner else -1 for n in range(shape.num_nodes)], dtype=torch.int32)
-    weights = traversal_weights(tokens, shape, logits, draft_logits, draft_row)
+    tables = TraversalTables.of(shape, tokens.device)
+    weights = traversal_weights(tokens, tables, logits, draft_logits, draft_row)
 
     length = shape.max_depth + 1
     emitted = {}
     for index, (draft, mass) in enumerate(drafts):
-        for node in TraversalTables.of(shape, torch.device("cpu")).order.tolist():
+        for node in tables.order.tolist():
             accepted = mass * weights.weight[index, node].item()
             mass -= accepted
             prefix = context_of(shape, draft, node)
@@ -116,3 +118,51 @@ def spread(emitted, start, mass, laws, length):
             probability *= laws.prob("target", sequence, token)
             sequence = (*sequence, token)
         emitted[sequence] = emitted.get(sequence, 0.0) + probability
+
+
+def one_by_one(tokens, shape, logits, draft_logits, draft_row):
+    """Algorithm 1 of the paper for one row, node by node in float64: weights [N] and laws [N, V]."""
+    laws, draft_laws = logits.double().softmax(-1), draft_logits.double().softmax(-1)
+    weight, law = [1.0] * shape.num_nodes, list(laws)
+
+    def visit(node, w):
+        p, q = laws[node], draft_laws[draft_row[node]]
+        for child in shape.children[node]:
+            token = tokens[child]
+            if q[token] == 0:
+                visit(child, 0.0)
+                continue
+            visit(child, min(1.0, (w * p[token] / q[token]).item()))
+            residual = (w * p - q).clamp(min=0)
+            mass = residual.sum().item()
+            if mass > RESIDUAL_FLOOR:
+                p = residual / mass
+            w = mass / (mass + 1 - w) if mass + 1 - w > RESIDUAL_FLOOR else 1.0
+            q = q.clone()
+            q[token] = 0
+            q = q / q.sum().clamp(min=1e-300)
+        weight[node], law[node] = w, p
+
+    visit(0, 1.0)
+    return torch.tensor(weight, dtype=torch.float64), torch.stack(law)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), TreeShape.from_k_config((4, 2, 2)), TreeShape.chain(0)], ids=repr)
+def test_depth_by_depth_is_node_by_node(generator, shape):
+    batch, vocab = 6, 11
+    inner = sorted(set(shape.parent) - {-1}) or [0]
+    draft_logits = torch.randn(batch, len(inner), vocab, generator=generator)
+    draft_logits[::2, :, 2:] = -torch.inf  # lists of more tokens than the law has
+    logits = torch.randn(batch, shape.num_nodes, vocab, generator=generator)
+    draft_row = torch.tensor([inner.index(n) if n in inner else -1 for n in range(shape.num_nodes)], dtype=torch.int32)
+    tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int32)
+    for node in inner:
+        drawn = (draft_logits[:, inner.index(node)] - torch.rand(batch, vocab, generator=generator)).argsort(-1)
+        below = list(shape.children[node])
+        tokens[:, below] = drawn.flip(1)[:, : len(below)].int()
+    got = traversal_weights(tokens, TraversalTables.of(shape, tokens.device), logits, draft_logits, draft_row)
+    for b in range(batch):
+        weight, law = one_by_one(tokens[b], shape, logits[b], draft_logits[b], draft_row)
+        # a few roundings of numbers up to 1; less than 1e-5 of a law that was divided by a small mass
+        torch.testing.assert_close(got.weight[b].double(), weight, rtol=0, atol=1e-5)
+        torch.testing.assert_close(got.law[b].double(), law, rtol=0, atol=1e-5)
