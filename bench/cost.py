@@ -15,6 +15,7 @@ __all__ = [
     "accept_greedy",
     "accept_naive",
     "accept_rejection",
+    "accept_traversal",
     "accept_typical",
     "beam_step",
     "draft_heads",
@@ -444,6 +445,39 @@ def accept_rejection(
     # as accept_naive; for inner nodes two more exp, a difference, a maximum and two sums
     num_flops = 4 * num_logits + 6 * batch * num_draft_laws * vocab_size
     extra_bytes = (num_nodes + batch) * _INT32_BYTES
+    return Cost(num_bytes=num_logits * element_bytes + walk.num_bytes + extra_bytes, num_flops=num_flops)
+
+
+def accept_traversal(
+    *,
+    batch: int,
+    num_nodes: int,
+    num_draft_laws: int,
+    max_depth: int,
+    vocab_size: int,
+    element_bytes: int,
+) -> Cost:
+    """Cost of accept_traversal: both laws of every inner node, the target's of every leaf, two tables, and a walk.
+
+    The passes over both laws of its parent that every node but the root asks for are not counted: by then they are in
+    the cache.
+
+    Args:
+        batch: B.
+        num_nodes: N.
+        num_draft_laws: M.
+        max_depth: largest depth of the tree.
+        vocab_size: V.
+        element_bytes: size of one logit.
+
+    Returns:
+        The cost of one call.
+    """
+    walk = accept_greedy(batch=batch, num_nodes=num_nodes, max_depth=max_depth)
+    num_logits = batch * (num_nodes + num_draft_laws) * vocab_size
+    # as accept_naive; for every node but the root two more exp, a difference, a maximum and a sum
+    num_flops = 4 * num_logits + 5 * batch * (num_nodes - 1) * vocab_size
+    extra_bytes = (3 * num_nodes + batch) * _INT32_BYTES
     return Cost(num_bytes=num_logits * element_bytes + walk.num_bytes + extra_bytes, num_flops=num_flops)
 
 

@@ -45,7 +45,7 @@ _SIZES = ("--batches", *map(str, BATCHES), "--contexts", *map(str, sorted(CONTEX
 _MOST_TELLING = (
     "bench_tree_attention", "bench_lm_head_topk", "bench_skinny_linear", "bench_draft_heads", "bench_rms_norm",
     "bench_rope_kv_write", "bench_swiglu", "bench_kv_compact", "bench_accept_greedy", "bench_tree_expand",
-    "bench_accept_rejection", "bench_accept_typical", "bench_accept_naive",
+    "bench_accept_traversal", "bench_accept_rejection", "bench_accept_typical", "bench_accept_naive",
 )  # fmt: skip
 
 

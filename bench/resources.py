@@ -25,6 +25,7 @@ from specdec.bench.shapes import LLAMA_2_7B, LLAMA_3_8B, TINY, VICUNA_13B, Model
 from specdec.kernels import accept_greedy, add_rms_norm, kv_compact, rms_norm, tree_attention, tree_expand
 from specdec.kernels.accept_naive import accept_naive
 from specdec.kernels.accept_rejection import accept_rejection
+from specdec.kernels.accept_traversal import accept_traversal
 from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.lm_head_topk import lm_head_topk
@@ -128,6 +129,7 @@ def _sampling_cases() -> dict[str, Launch]:
         found[_name("accept_naive", model, _WIDE, fp32)] = _accept_naive(model, _WIDE)
         found[_name("accept_typical", model, _WIDE, fp32)] = _accept_typical(model, _WIDE, sampled=True)
         found[_name("accept_rejection", model, _WIDE, fp32)] = _accept_rejection(model, _WIDE, replacement=False)
+        found[_name("accept_traversal", model, _WIDE, fp32)] = _accept_traversal(model, _WIDE)
         found[_name("sample_probs", model, _WIDE, fp32)] = _sample_probs(model, _WIDE)
     race = _WIDE.num_nodes * model.vocab_size
     found[_name("philox_exponential", model, _WIDE, fp32)] = _philox(philox_exponential, race)
@@ -141,6 +143,7 @@ def _sampling_cases() -> dict[str, Launch]:
     found[_name("accept_naive", model, _LARGEST, fp32)] = _accept_naive(model, _LARGEST)
     found[_name("accept_typical", model, _LARGEST, fp32)] = _accept_typical(model, _LARGEST, sampled=True)
     found[_name("accept_rejection", model, _LARGEST, fp32)] = _accept_rejection(model, _LARGEST, replacement=False)
+    found[_name("accept_traversal", model, _LARGEST, fp32)] = _accept_traversal(model, _LARGEST)
     return found
 
 
@@ -286,6 +289,15 @@ def _accept_rejection(model: ModelShape, tree: TreeSize, *, replacement: bool) -
     return functools.partial(
         accept_rejection, nodes, nodes, logits, _logits(model, tree.max_depth), _int32(tree.num_nodes),
         logits.new_empty(nodes.shape), logits.new_empty(1), replacement=replacement,
+        max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton",
+    )  # fmt: skip
+
+
+def _accept_traversal(model: ModelShape, tree: TreeSize) -> Launch:
+    logits, nodes = _logits(model, tree.num_nodes), _int32(1, tree.num_nodes)
+    return functools.partial(
+        accept_traversal, nodes, nodes, logits, _logits(model, tree.max_depth), _int32(tree.num_nodes),
+        logits.new_empty(nodes.shape), logits.new_empty(1), _int32(tree.num_nodes), _int32(tree.max_depth, 16),
         max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton",
     )  # fmt: skip
 

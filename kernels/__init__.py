@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specdec.kernels.accept_greedy import accept_greedy
     from specdec.kernels.accept_naive import accept_naive
     from specdec.kernels.accept_rejection import accept_rejection
+    from specdec.kernels.accept_traversal import accept_traversal
     from specdec.kernels.accept_typical import accept_typical
     from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
     from specdec.kernels.dynamic_tree import Beam, RerankedTree
@@ -49,6 +50,7 @@ __all__ = [
     "accept_greedy",
     "accept_naive",
     "accept_rejection",
+    "accept_traversal",
     "accept_typical",
     "add_rms_norm",
     "beam_step",

@@ -39,40 +39,23 @@ import triton
 import triton.language as tl
 
 from specdec.kernels import library
-from specdec.kernels.check import check_tensor
 from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.primitives import (
     load_logits,
     load_parents,
     pick,
     pick_tile,
+    residual,
+    row_law,
     softmax_tiles,
     store_verdict,
-    tile_masses,
     tiles_config,
 )
 from specdec.kernels.reference.accept_rejection import accept_rejection as accept_rejection_reference
 from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import RESIDUAL_FLOOR, check_logits, check_walk, empty_verdict
+from specdec.kernels.walk import RESIDUAL_FLOOR, check_draft_laws, check_walk, empty_verdict
 
 __all__ = ["accept_rejection"]
-
-
-@triton.jit
-def _row_law(max_ptr, sum_ptr, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Log-sum-exp of a row and the probabilities of its tiles."""
-    row_max, masses = tile_masses(max_ptr, sum_ptr, 1.0, NUM_TILES, BLOCK_T)
-    total = tl.sum(masses, 0)
-    total = tl.where(total > 0.0, total, 1.0)
-    return row_max + tl.log(total), masses / total
-
-
-@triton.jit
-def _residual(target_row_ptr, draft_row_ptr, target_lse, draft_lse, scale, offs_v, mask_v):
-    """Mass of p - scale q above 0, and q."""
-    p = tl.exp(load_logits(target_row_ptr, offs_v, mask_v) - target_lse)
-    q = tl.exp(load_logits(draft_row_ptr, offs_v, mask_v) - draft_lse)
-    return tl.maximum(p - scale * q, 0.0), q
 
 
 @triton.jit
@@ -93,7 +76,7 @@ def _residual_pass(
     masses = tl.zeros([BLOCK_T], tl.float32)
     for t in tl.range(0, NUM_TILES, num_stages=STAGES):
         offs_v = t * BLOCK_V + tl.arange(0, BLOCK_V)
-        left, _ = _residual(target_row_ptr, draft_row_ptr, target_lse, draft_lse, scale, offs_v, offs_v < V)
+        left, _ = residual(target_row_ptr, draft_row_ptr, target_lse, draft_lse, scale, offs_v, offs_v < V)
         masses = tl.where(offs_t == t, tl.sum(left, 0), masses)
     return masses
 
@@ -142,10 +125,10 @@ def _first_residual_kernel(
         return
 
     row, draft = (b * N + n) * NUM_TILES, (b * M + m) * NUM_TILES
-    target_lse, _ = _row_law(max_ptr + row, sum_ptr + row, NUM_TILES, BLOCK_T)
-    draft_lse, _ = _row_law(draft_max_ptr + draft, draft_sum_ptr + draft, NUM_TILES, BLOCK_T)
+    target_lse, _ = row_law(max_ptr + row, sum_ptr + row, NUM_TILES, BLOCK_T)
+    draft_lse, _ = row_law(draft_max_ptr + draft, draft_sum_ptr + draft, NUM_TILES, BLOCK_T)
     offs_v = t * BLOCK_V + tl.arange(0, BLOCK_V)
-    left, q = _residual(
+    left, q = residual(
         logits_ptr + b * stride_lb + n * stride_ln, draft_ptr + b * stride_db + m * stride_dm,
         target_lse, draft_lse, 1.0, offs_v, offs_v < V,
     )  # fmt: skip
@@ -274,7 +257,7 @@ def _accept_rejection_kernel(
     path = tl.where(offs_d == 0, 0, -1)  # [BLOCK_D]
     emitted = path * 0 - 1
     row = b * N
-    target_lse, masses = _row_law(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
+    target_lse, masses = row_law(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
     draft = b * M
     draft_lse = tl.full((), float("inf"), tl.float32)  # q is 0 where no law was read
     scale = tl.full((), 0.0, tl.float32)
@@ -283,9 +266,7 @@ def _accept_rejection_kernel(
         m = tl.load(draft_row_ptr + node)
         m = tl.where(m < M, m, -1)
         draft = b * M + tl.maximum(m, 0)
-        draft_lse, _ = _row_law(
-            draft_max_ptr + draft * NUM_TILES, draft_sum_ptr + draft * NUM_TILES, NUM_TILES, BLOCK_T
-        )
+        draft_lse, _ = row_law(draft_max_ptr + draft * NUM_TILES, draft_sum_ptr + draft * NUM_TILES, NUM_TILES, BLOCK_T)
         accepted, scale, masses = _try_children(
             token, uniform, mask_n & (parent == node) & (m >= 0),
             logits_ptr + b * stride_lb + node.to(tl.int64) * stride_ln,
@@ -297,7 +278,7 @@ def _accept_rejection_kernel(
         if walking:
             node, scale = accepted, scale * 0.0
             row = b * N + node
-            target_lse, masses = _row_law(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
+            target_lse, masses = row_law(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
             emitted = tl.where(offs_d == depth, tl.load(tokens_ptr + b * stride_tb + node), emitted)
             depth += 1
             path = tl.where(offs_d == depth, node, path)
@@ -305,7 +286,7 @@ def _accept_rejection_kernel(
 
     tile, goal = pick_tile(masses, tl.load(uniform_final_ptr + b), BLOCK_T)
     offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    left, _ = _residual(
+    left, _ = residual(
         logits_ptr + b * stride_lb + node.to(tl.int64) * stride_ln,
         draft_ptr + b * stride_db + (draft - b * M) * stride_dm,
         target_lse, draft_lse, scale, offs_v, offs_v < V,
@@ -378,7 +359,7 @@ def accept_rejection(
             empty vocabulary or draft, a negative depth, tensors on several devices.
     """
     check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
-    _check_laws(tokens, logits, draft_logits, draft_row, uniform, uniform_final)
+    check_draft_laws(tokens, logits, draft_logits, draft_row, uniform, uniform_final)
     limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
         return accept_rejection_reference(
@@ -390,7 +371,7 @@ def accept_rejection(
     tiles, config = tiles_config(vocab_size), _launch_config(num_nodes, max_depth, vocab_size)
     target_tiles = softmax_tiles(logits, tiles, budget=budget)[:2]
     draft_tiles = softmax_tiles(draft_logits, tiles, budget=budget)[:2]
-    residual, untried = torch.empty_like(target_tiles[0]), torch.empty_like(target_tiles[0])
+    residuals, untried = torch.empty_like(target_tiles[0]), torch.empty_like(target_tiles[0])
     verdict = empty_verdict(tokens, max_depth)
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
     laws = (tokens, parent, logits, draft_logits, draft_row)
@@ -402,32 +383,14 @@ def accept_rejection(
     }  # fmt: skip
     with on_device(tokens):
         _first_residual_kernel[(tiles.blocks["NUM_TILES"], num_nodes, batch)](
-            *laws, budget, *target_tiles, *draft_tiles, residual, untried,
+            *laws, budget, *target_tiles, *draft_tiles, residuals, untried,
             **sizes, BLOCK_N=config.blocks["BLOCK_N"], **tiles.kwargs(),
         )  # fmt: skip
         _accept_rejection_kernel[(batch,)](
             *laws, uniform, uniform_final, budget, stop_tokens if num_stops else None,
-            *target_tiles, *draft_tiles, residual, untried,
+            *target_tiles, *draft_tiles, residuals, untried,
             verdict.path, verdict.num_accepted, verdict.next_root, verdict.emitted,
             **sizes, stride_ub=uniform.stride(0),
             FLOOR=RESIDUAL_FLOOR, REPLACEMENT=replacement, MAX_DEPTH=max_depth, NUM_STOPS=num_stops, **config.kwargs(),
         )  # fmt: skip
     return verdict
-
-
-def _check_laws(
-    tokens: torch.Tensor,
-    logits: torch.Tensor,
-    draft_logits: torch.Tensor,
-    draft_row: torch.Tensor,
-    uniform: torch.Tensor,
-    uniform_final: torch.Tensor,
-) -> None:
-    (batch, num_nodes), device = tokens.shape, tokens.device
-    check_logits("logits", logits, (batch, num_nodes, None), device)
-    check_logits("draft_logits", draft_logits, (batch, None, logits.shape[-1]), device)
-    if draft_logits.shape[1] == 0:
-        raise ValueError(f"draft_logits: expected at least one law, got shape {list(draft_logits.shape)}")
-    check_tensor("draft_row", draft_row, shape=(num_nodes,), dtype=torch.int32, device=device)
-    check_tensor("uniform", uniform, shape=(batch, num_nodes), dtype=torch.float32, device=device)
-    check_tensor("uniform_final", uniform_final, shape=(batch,), dtype=torch.float32, device=device)

@@ -18,6 +18,8 @@ __all__ = [
     "load_parents",
     "pick",
     "pick_tile",
+    "residual",
+    "row_law",
     "softmax_tiles",
     "store_verdict",
     "tile_masses",
@@ -76,6 +78,23 @@ def tile_masses(max_ptr, sum_ptr, inv_temperature, NUM_TILES: tl.constexpr, BLOC
     row_max = tl.max(m, 0)
     row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     return row_max, s * tl.exp((m - row_max) * inv_temperature)
+
+
+@triton.jit
+def row_law(max_ptr, sum_ptr, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Log-sum-exp of a row and the probabilities of its tiles."""
+    row_max, masses = tile_masses(max_ptr, sum_ptr, 1.0, NUM_TILES, BLOCK_T)
+    total = tl.sum(masses, 0)
+    total = tl.where(total > 0.0, total, 1.0)
+    return row_max + tl.log(total), masses / total
+
+
+@triton.jit
+def residual(target_row_ptr, draft_row_ptr, target_lse, draft_lse, scale, offs_v, mask_v):
+    """Mass of p - scale q above 0, and q."""
+    p = tl.exp(load_logits(target_row_ptr, offs_v, mask_v) - target_lse)
+    q = tl.exp(load_logits(draft_row_ptr, offs_v, mask_v) - draft_lse)
+    return tl.maximum(p - scale * q, 0.0), q
 
 
 @triton.jit

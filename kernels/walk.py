@@ -16,6 +16,7 @@ from specdec.kernels.verdict import Verdict
 __all__ = [
     "FLOAT_DTYPES",
     "RESIDUAL_FLOOR",
+    "check_draft_laws",
     "check_logits",
     "check_walk",
     "cut_verdict",
@@ -87,6 +88,38 @@ def check_logits(
     check_tensor(name, logits, shape=shape, dtype=FLOAT_DTYPES, device=device)
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(logits.shape)}")
+
+
+def check_draft_laws(
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    draft_logits: torch.Tensor,
+    draft_row: torch.Tensor,
+    uniform: torch.Tensor,
+    uniform_final: torch.Tensor,
+) -> None:
+    """Check the arguments of a rule for drawn trees, after `check_walk`.
+
+    Args:
+        tokens: [B, N] int32.
+        logits: [B, N, V] of a dtype of `FLOAT_DTYPES`.
+        draft_logits: [B, M, V] of such a dtype.
+        draft_row: [N] int32.
+        uniform: [B, N] float32.
+        uniform_final: [B] float32.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: shapes that do not fit, an empty vocabulary or draft, tensors on several devices.
+    """
+    (batch, num_nodes), device = tokens.shape, tokens.device
+    check_logits("logits", logits, (batch, num_nodes, None), device)
+    check_logits("draft_logits", draft_logits, (batch, None, logits.shape[-1]), device)
+    if draft_logits.shape[1] == 0:
+        raise ValueError(f"draft_logits: expected at least one law, got shape {list(draft_logits.shape)}")
+    check_tensor("draft_row", draft_row, shape=(num_nodes,), dtype=torch.int32, device=device)
+    check_tensor("uniform", uniform, shape=(batch, num_nodes), dtype=torch.float32, device=device)
+    check_tensor("uniform_final", uniform_final, shape=(batch,), dtype=torch.float32, device=device)
 
 
 def empty_verdict(tokens: torch.Tensor, max_depth: int) -> Verdict:

@@ -18,13 +18,14 @@ from specdec.dynamic_tree import DynamicTree
 from specdec.kernels.accept_greedy import accept_greedy
 from specdec.kernels.accept_naive import accept_naive
 from specdec.kernels.accept_rejection import accept_rejection
+from specdec.kernels.accept_traversal import accept_traversal
 from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.launch import Backend
 from specdec.kernels.verdict import Verdict
 from specdec.kernels.walk import draw, softmax_masses
 from specdec.models.scores import Scores
 from specdec.randomness import Stream, Uniforms
-from specdec.traversal import accept_traversal
+from specdec.traversal import TraversalTables
 from specdec.trees import TreeShape
 
 __all__ = [
@@ -220,15 +221,18 @@ class Traversal(AcceptanceRule):
         laws, law_row = _laws(tree)
         if tree.shape is None:
             raise ValueError(f"acceptance: {self.name} needs a tree of the same shape for all rows")
+        tables = TraversalTables.of(tree.shape, tree.tokens.device) if tree.traversal is None else tree.traversal
         return accept_traversal(
             tree.tokens,
-            tree.shape,
+            tree.parent,
             scores.logits,
             laws,
             law_row,
             uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
             uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
-            tables=tree.traversal,
+            tables.order,
+            tables.steps,
+            max_depth=tree.max_depth,
             **limits.arguments(),
         )
 

@@ -67,3 +67,17 @@ def cell_middles(probs):
     """Per token the middle of its cell of the distribution function, as a draw by its inverse has them."""
     upper = probs.double().cumsum(-1)
     return upper - probs.double() / 2
+
+
+def draw_tokens(generator, parent, draft_logits, draft_row, replacement):
+    """Tokens of the children of every node, drawn from the node's draft law."""
+    probs = draft_logits.double().softmax(-1).cpu()
+    batch, num_nodes = probs.shape[0], len(draft_row)
+    tokens = torch.zeros(batch, num_nodes, dtype=torch.int32)
+    for b, row in enumerate(parent.expand(batch, -1).tolist()):
+        for n in range(num_nodes):
+            children = [j for j in range(num_nodes) if row[j] == n]
+            if children and draft_row[n] >= 0:
+                law = probs[b, draft_row[n]]
+                tokens[b, children] = torch.multinomial(law, len(children), replacement, generator=generator).int()
+    return tokens.to(DEVICE)

@@ -14,5 +14,5 @@ def quick_tiles(monkeypatch):
     They take most programs of an acceptance, and have tests of their own.
     """
     if not torch.cuda.is_available():
-        for name in ("accept_naive", "accept_rejection", "accept_typical"):
+        for name in ("accept_naive", "accept_rejection", "accept_traversal", "accept_typical"):
             monkeypatch.setattr(importlib.import_module(f"specdec.kernels.{name}"), "softmax_tiles", torch_tiles)

@@ -12,6 +12,7 @@ from laws import (
     NUM_TREES,
     assert_same,
     assert_sample_has_law,
+    draw_tokens,
     int32,
     random_limits,
     random_logits,
@@ -23,20 +24,6 @@ from specdec.kernels.accept_rejection import _launch_config, accept_rejection
 from specdec.kernels.reference.accept_rejection import accept_rejection as reference
 
 NAMES = ("tokens", "parent", "logits", "draft_logits", "draft_row", "uniform", "uniform_final")
-
-
-def draw_tokens(generator, parent, draft_logits, draft_row, replacement):
-    """Tokens of the children of every node, drawn from the node's draft law."""
-    probs = draft_logits.double().softmax(-1).cpu()
-    batch, num_nodes = probs.shape[0], len(draft_row)
-    tokens = torch.zeros(batch, num_nodes, dtype=torch.int32)
-    for b, row in enumerate(parent.expand(batch, -1).tolist()):
-        for n in range(num_nodes):
-            children = [j for j in range(num_nodes) if row[j] == n]
-            if children and draft_row[n] >= 0:
-                law = probs[b, draft_row[n]]
-                tokens[b, children] = torch.multinomial(law, len(children), replacement, generator=generator).int()
-    return tokens.to(DEVICE)
 
 
 def random_call(generator, *, batch=3, num_nodes=9, vocab=40, replacement=False, shared=True, dtype=torch.float32):

@@ -35,8 +35,8 @@ def on_cpu(arguments):
 
 def test_these_are_the_ops_with_parents():
     assert {*WITH_PARENT} == {
-        "accept_greedy", "accept_naive", "accept_rejection", "accept_typical", "sample_probs", "tree_rerank",
-        "warp_logits",
+        "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal", "accept_typical", "sample_probs",
+        "tree_rerank", "warp_logits",
     }  # fmt: skip
 
 
@@ -191,6 +191,7 @@ def too_large(name):
         "accept_greedy": {"tokens": nodes, "parent": parent, "target_tokens": nodes},
         "accept_naive": {"tokens": nodes, "parent": parent, "logits": floats},
         "accept_rejection": {"tokens": nodes, "parent": parent, "logits": floats},
+        "accept_traversal": {"tokens": nodes, "parent": parent, "logits": floats},
         "accept_typical": {"tokens": nodes, "parent": parent, "logits": floats},
         "plan_splits": {"num_tree_nodes": MAX_NODES + 1},
         "sample_probs": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},

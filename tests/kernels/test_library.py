@@ -70,10 +70,15 @@ def calls():
     accept_rejection = tree_call(
         logits, rand(2, 3, 9), int32([0, 1, 2, -1]), uniform, uniform[:, 0].contiguous(), replacement=True
     )
+    accept_traversal = tree_call(
+        logits, rand(2, 3, 9), int32([0, 1, 2, -1]), uniform, uniform[:, 0].contiguous(),
+        int32([3, 2, 1, 0]), int32([[1], [2], [3]]),
+    )  # fmt: skip
     return {
         "accept_greedy": tree_call(int32([[2, 3, 5, 6]] * 2)),
         "accept_naive": tree_call(logits, uniform),
         "accept_rejection": accept_rejection,
+        "accept_traversal": accept_traversal,
         "accept_typical": tree_call(logits, None, threshold=0.1, alpha=0.3),
         "add_rms_norm": ((rand(3, 8), rand(3, 8), rand(8)), {"eps": 1e-5}),
         "beam_step": (level, {"width": 3, "first_index": 4, "logsumexp": rand(2, 2)}),
