@@ -136,10 +136,7 @@ def _search(row_ptr, row_max, goal, V, BY_MASS: tl.constexpr, BLOCK_V: tl.conste
             offs_v = first + tl.arange(0, BLOCK_V)
             x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
             key = _order_key(x)
-            if BY_MASS:
-                weight = tl.exp(x - row_max)
-            else:
-                weight = tl.full([BLOCK_V], 1.0, tl.float32)
+            weight = tl.exp(x - row_max) if BY_MASS else tl.full([BLOCK_V], 1.0, tl.float32)
             over0 += tl.where(key > bound0.to(tl.int32), weight, 0.0)
             over1 += tl.where(key > bound1.to(tl.int32), weight, 0.0)
             over2 += tl.where(key > bound2.to(tl.int32), weight, 0.0)

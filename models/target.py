@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from specdec.models.lm_heads import LMHeads
 from specdec.models.passes import PromptPass, TreePass
 from specdec.models.scores import PrefillOutput, Scores, TargetOutput
 from specdec.models.sharding import Sharding
+from specdec.models.support import check_model, decoder_layers, sliding_window_of
 
 __all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
 
@@ -76,7 +77,7 @@ class Target:
         backend: Backend | None = None,
         fused: bool | None = None,
     ) -> None:
-        _check_model(model)
+        check_model(model)
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.device: torch.device = next(model.parameters()).device
@@ -86,7 +87,7 @@ class Target:
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.sharding = Sharding.of(model, _decoder_layers(model.get_decoder()), self.head_dim)
+        self.sharding = Sharding.of(model, decoder_layers(model.get_decoder()), self.head_dim)
         if self.sharding is not None:
             self.num_heads = self.num_heads // self.num_kv_heads * self.sharding.num_kv_heads
             self.num_kv_heads = self.sharding.num_kv_heads
@@ -95,7 +96,7 @@ class Target:
         self.hidden_size: int = head.in_features
         self.vocab_size: int = head.out_features
         self.max_positions: int = config.max_position_embeddings
-        self.sliding_window: int | None = _sliding_window(config)
+        self.sliding_window: int | None = sliding_window_of(config)
         self._hidden: list[torch.Tensor] = []
         self._taps: list[list[torch.Tensor]] = []
         self.tap_layers: tuple[int, ...] = ()
@@ -307,7 +308,7 @@ class Target:
             decoder = self.model.get_decoder()
             handles.append(decoder.register_forward_hook(self._keep_hidden))
             for taps, layer in zip(self._taps, self.tap_layers, strict=True):
-                handles.append(_decoder_layers(decoder)[layer].register_forward_hook(_keep_in(taps)))
+                handles.append(decoder_layers(decoder)[layer].register_forward_hook(_keep_in(taps)))
             yield
         finally:
             for handle in handles:
@@ -391,44 +392,6 @@ def _attention(
         raise NotImplementedError(f"attention with {', '.join(unsupported)} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return specdec_pass.attend(query, key, value, scale=float(scale), window=sliding_window), None
-
-
-def _check_model(model: Any) -> None:
-    """Refuse, with the reason, whatever is not a decoder-only causal LM on one device."""
-    is_module = isinstance(model, nn.Module)
-    if not is_module or not hasattr(model, "config"):
-        raise TypeError(f"model: expected a transformers causal LM, got {type(model).__name__}")
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"model: expected a decoder-only model, got the encoder-decoder {name}")
-    if model.get_output_embeddings() is None:
-        raise ValueError(f"model: expected a model with an LM head, got {name}")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) != 1 or devices == ["meta"]:
-        raise ValueError(f"model: expected all parameters on one device, got {', '.join(devices)}")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise NotImplementedError(f"model: {name} does not let its attention function be replaced, which specdec needs")
-    layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
-    unknown = layer_types - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise NotImplementedError(f"model: {name} has layers of the kinds {', '.join(sorted(unknown))}")
-
-
-def _sliding_window(config: object) -> int | None:
-    """The window of the sliding layers, None if every layer sees everything."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    if not getattr(config, "use_sliding_window", True):
-        return None
-    return window
-
-
-def _decoder_layers(decoder: nn.Module) -> nn.ModuleList:
-    """The decoder layers, which OPT keeps one module deeper."""
-    owner = decoder if hasattr(decoder, "layers") else cast(nn.Module, decoder.decoder)
-    return cast(nn.ModuleList, owner.layers)
 
 
 def _own_buffers(model: nn.Module) -> None:

@@ -89,6 +89,8 @@ def check(
         max_new_tokens: tokens to compare per prompt.
     """
     target = model if isinstance(model, Target) else Target(model)
+    if not prompts:
+        raise ValueError("prompts: expected at least one, got none")
     speculative = Decoder(target, load_drafter(drafter, target, tree=tree))
     plain = Decoder(target)
     divergences, emitted, num_tokens = [], [], 0

@@ -107,6 +107,8 @@ def _tuned(drafter: Drafter, target: Target) -> Drafter:
     """The drafter with the part of its tree that is expected to be fastest."""
     from specdec.tuning import tune, with_tree
 
+    if drafter.shape.num_nodes == 1:  # plain decoding
+        return drafter
     plan = tune(target, drafter)
     logger.info("tree: %s", plan)
     return with_tree(drafter, plan.tree)

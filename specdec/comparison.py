@@ -47,8 +47,8 @@ class ComparisonRow:
     times_ms: dict[str, float]
 
     def record(self) -> dict[str, Any]:
-        """The row for a JSON report."""
-        return asdict(self)
+        """The row for a JSON report; None where there is no tau."""
+        return asdict(self) | {"tau": None if self.tau != self.tau else self.tau}
 
 
 def compare(

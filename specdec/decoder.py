@@ -100,6 +100,8 @@ class Decoder:
         if backend not in (None, self.target.backend):
             raise ValueError(f"backend: expected None or the target's {self.target.backend!r}, got {backend!r}")
         self.drafter = NoDrafter() if drafter is None else drafter
+        if not isinstance(self.drafter, Drafter):
+            raise TypeError(f"drafter: expected a Drafter, as specdec.load_drafter gives, got {drafter!r}")
         self.backend = self.target.backend
         self.acceptance: AcceptanceRule = Greedy() if acceptance is None else acceptance
         self.acceptance.check(self.drafter)
@@ -270,7 +272,11 @@ class Decoder:
         return _Report(verdict.emitted, verdict.num_emitted, verdict.path, scores, processed)
 
     def check_prompts(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
-        """Raise ValueError for prompts that `decode` would refuse."""
+        """Raise TypeError or ValueError for prompts that `decode` would refuse."""
+        for row in prompts:
+            if not isinstance(row, torch.Tensor) or row.is_floating_point() or row.dtype == torch.bool:
+                kind = f"{row.dtype} values" if isinstance(row, torch.Tensor) else type(row).__name__
+                raise TypeError(f"prompts: expected 1-D tensors of token ids, got {kind}")
         lengths = [int(row.shape[0]) if row.ndim == 1 else 0 for row in prompts]
         if min(lengths, default=0) < 1:
             shapes = [list(row.shape) for row in prompts]

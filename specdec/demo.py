@@ -60,7 +60,7 @@ def run_demo(
             on_progress=lambda _: progress.advance(task),
         )
     if as_json:
-        console.print_json(json.dumps([row.record() for row in rows]))
+        console.print_json(json.dumps([row.record() for row in rows], allow_nan=False))
     else:
         place = f"{target.device}, {torch.get_num_threads()} threads"
         title = f"{len(prompts)} prompts, up to {max_new_tokens} new tokens each, greedy, {place}"

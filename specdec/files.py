@@ -7,12 +7,52 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replace_file", "replace_folder"]
+__all__ = ["check_replaceable", "replace_file", "replace_folder"]
+
+_OURS = {
+    "config.json", "curves.svg", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
+    "specdec.json", "training.json", "tree.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+}  # fmt: skip
+"""Names of the files that a saved model or drafter has."""
+
+
+def check_replaceable(destination: str | os.PathLike[str], name: str = "folder") -> None:
+    """Refuse to replace what is no saved model or drafter.
+
+    Args:
+        destination: a folder that is about to be written.
+        name: of the argument, for the message.
+
+    Raises:
+        FileExistsError: it is a file, or a folder that holds anything else than the files of a saved one.
+    """
+    folder = Path(destination)
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise FileExistsError(f"{name}: expected a folder, got the file {folder}")
+    foreign = sorted(entry.name for entry in folder.iterdir() if not _is_ours(entry))
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        raise FileExistsError(
+            f"{name}: expected a new or empty folder, or one of a saved drafter, which is replaced; got {folder}, "
+            f"which holds {shown}"
+        )
+
+
+def _is_ours(entry: Path) -> bool:
+    is_part = entry.name.startswith("model-") and entry.suffix == ".safetensors"
+    return entry.is_file() and (entry.name in _OURS or is_part)
 
 
 @contextmanager
 def replace_folder(destination: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield an empty folder beside `destination`; on success it takes its place, on an error it vanishes."""
+    """Yield an empty folder beside `destination`; on success it takes its place, on an error it vanishes.
+
+    Raises:
+        FileExistsError: as `check_replaceable`.
+    """
+    check_replaceable(destination)
     destination = Path(destination).absolute()
     destination.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))

@@ -93,6 +93,8 @@ def tune(
         ValueError: a drafter whose tree cannot be cut, or sizes that do not fit the target.
     """
     shape = _static_tree(drafter)
+    if not shape.num_draft_tokens:
+        raise ValueError(f"drafter: expected one that proposes tokens, got {drafter.kind} with the root alone")
     with_tree(drafter, shape)  # a drafter that takes no other tree is refused before anything is measured
     room = target.max_positions - shape.num_nodes - 2
     if batch_size < 1 or not 1 <= context <= room:

@@ -282,18 +282,36 @@ def test_a_full_disk_keeps_the_old_folder(saved, heads, target, monkeypatch):
     assert same_state(specdec.load_drafter(saved, target).network, heads)
 
 
+def test_nothing_of_the_users_is_replaced(heads, target, tmp_path):
+    folder = tmp_path / "notes"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "notes.txt").write_text("precious")
+    for name in ("notes.txt", "sub"):
+        with pytest.raises(FileExistsError, match=rf"folder: expected a new or empty folder, .* which holds .*{name}"):
+            save(heads, target, folder)
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(FileExistsError, match="folder: expected a folder, got the file"):
+        save(heads, target, file)
+    assert (folder / "notes.txt").read_text() == file.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "notes"]
+    (tmp_path / "empty").mkdir()
+    save(heads, target, tmp_path / "empty")
+    save(heads, target, tmp_path / "empty")
+
+
 def test_an_interrupted_save_leaves_the_good_folder(tmp_path, monkeypatch):
     with replace_folder(tmp_path / "good") as folder:
-        (folder / "file").write_text("first")
+        (folder / "tree.json").write_text("first")
 
     def interrupted():
         with replace_folder(tmp_path / "good") as folder:
-            (folder / "file").write_text("half of the sec")
+            (folder / "tree.json").write_text("half of the sec")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert (tmp_path / "good" / "file").read_text() == "first"
+    assert (tmp_path / "good" / "tree.json").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     rename, moves = Path.rename, []
 
@@ -305,17 +323,17 @@ def test_an_interrupted_save_leaves_the_good_folder(tmp_path, monkeypatch):
 
     def replaced():
         with replace_folder(tmp_path / "good") as folder:
-            (folder / "file").write_text("second")
+            (folder / "tree.json").write_text("second")
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", failing)
         with pytest.raises(OSError, match="no more names"):
             replaced()
-    assert (tmp_path / "good" / "file").read_text() == "first"
+    assert (tmp_path / "good" / "tree.json").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     with replace_folder(tmp_path / "good") as folder:
-        (folder / "other").write_text("second")
-    assert [path.name for path in (tmp_path / "good").iterdir()] == ["other"]
+        (folder / "config.json").write_text("second")
+    assert [path.name for path in (tmp_path / "good").iterdir()] == ["config.json"]
     replace_file(tmp_path / "note", "one")
     replace_file(tmp_path / "note", "two")
     assert (tmp_path / "note").read_text() == "two"

@@ -42,9 +42,10 @@ for name, launch in cases().items():
 
 @pytest.mark.compile
 def test_rotary_products_are_rounded_before_they_are_added():
-    """As in transformers; fused, a quarter of the results in half precision would be others. The interpreter fuses none."""
+    """As in transformers: fused, a quarter of half precision's results would differ. The interpreter fuses none."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", ROPE_PTX], env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", ROPE_PTX]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "mul.rn.bf16" in result.stdout or "mul.bf16" in result.stdout
     assert "fma" not in result.stdout
 

@@ -194,6 +194,10 @@ def test_distillation_goes_on_where_it_stopped(writer, tokenizer, tmp_path):
     assert distill(writer, tokenizer, prompts, cut, **arguments) == {"written": 4, "present": 3, "skipped": 0}
     assert cut.read_bytes() == content
     assert distill(writer, tokenizer, prompts, cut, **arguments)["written"] == 0
+    for changes in ({"seed": 4}, {"temperatures": (0.0, 0.5)}, {"max_new_tokens": 11}, {"batch_size": 3}):
+        with pytest.raises(ValueError, match="output: expected a new file or one written with .*, got .*cut.jsonl"):
+            distill(writer, tokenizer, prompts, cut, **{**arguments, **changes})
+    assert cut.read_bytes() == content
 
 
 def test_distillation_rejects(writer, tokenizer, tmp_path):

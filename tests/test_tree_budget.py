@@ -256,6 +256,9 @@ def test_what_cannot_be_cut_is_refused(tiny):
         tune(target, eagle3, measure=lambda function: 1.0)
     with pytest.raises(ValueError, match="drafter: expected one whose tree can be changed, got lookahead"):
         tune(target, specdec.load_drafter("lookahead", target), measure=lambda function: 1.0)
+    with pytest.raises(ValueError, match="drafter: expected one that proposes tokens, got none with the root alone"):
+        tune(target, specdec.load_drafter("none", target))
+    assert isinstance(specdec.load_drafter("none", target, tree="auto"), NoDrafter)
     with pytest.raises(ValueError, match="batch_size, context: expected at least 1 row"):
         tune(target, specdec.load_drafter("prompt_lookup", target), context=10**6)
     changed = with_tree(PromptLookup(max_ngram=2), TreeShape.chain(3))

@@ -7,7 +7,7 @@ Every text has a random seed of its own: an interrupted run goes on where it sto
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def distill(
 
     Raises:
         FileNotFoundError: no such data.
-        ValueError: bad arguments, malformed data, or an `output` that belongs to other prompts.
+        ValueError: bad arguments, malformed data, or an `output` that belongs to other prompts or settings.
     """
     target = target if isinstance(target, Target) else Target(target)
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
@@ -75,7 +75,14 @@ def distill(
     prompts = read_prompts(Path(data), tokenizer, vocab_size=target.vocab_size, chat_template=chat_template)
     room = target.max_positions - 1
     usable = [(index, prompt) for index, prompt in enumerate(prompts) if prompt.shape[0] <= room]
-    present = _complete_lines(output, usable)
+
+    def settings(index: int) -> dict[str, Any]:
+        """What decides a text beside its prompt."""
+        temperature = _temperature(index, temperatures, batch_size)
+        sampling = {"temperature": temperature, "seed": seed + index} if temperature else {"temperature": 0.0}
+        return {"max_new_tokens": max_new_tokens, **sampling}
+
+    present = _complete_lines(output, usable, settings)
     proposer = load_drafter(drafter, target)
 
     counts = {"written": 0, "present": present, "skipped": len(prompts) - len(usable)}
@@ -95,7 +102,7 @@ def distill(
                 seeds=[seed + index for index, _ in batch],
             )  # fmt: skip
             for (index, prompt), completion in zip(batch, completions, strict=True):
-                file.write(_line(index, prompt.tolist(), completion, tokenizer))
+                file.write(_line(index, prompt.tolist(), completion, tokenizer, settings(index)))
             file.flush()
             counts["written"] += len(batch)
             progress.advance(task, len(batch))
@@ -157,25 +164,34 @@ def _batches(
     batches: list[tuple[float, list[tuple[int, torch.Tensor]]]] = []
     for index, prompt in rows:
         # whole batches of one temperature, so that cutting there costs nothing
-        temperature = temperatures[index // batch_size % len(temperatures)]
+        temperature = _temperature(index, temperatures, batch_size)
         if not batches or batches[-1][0] != temperature or len(batches[-1][1]) == batch_size:
             batches.append((temperature, []))
         batches[-1][1].append((index, prompt))
     return batches
 
 
-def _line(index: int, prompt: list[int], completion: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def _temperature(index: int, temperatures: Sequence[float], batch_size: int) -> float:
+    return float(temperatures[index // batch_size % len(temperatures)])
+
+
+def _line(
+    index: int, prompt: list[int], completion: list[int], tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
+) -> str:
     record = {
         "index": index,
         "prompt": tokenizer.decode(prompt),
         "completion": tokenizer.decode(completion, skip_special_tokens=True),
         "tokens": prompt + completion,
         "prompt_length": len(prompt),
+        "settings": settings,
     }
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def _complete_lines(output: Path, usable: Sequence[tuple[int, torch.Tensor]]) -> int:
+def _complete_lines(
+    output: Path, usable: Sequence[tuple[int, torch.Tensor]], settings: Callable[[int], dict[str, Any]]
+) -> int:
     """How many of the prompts have their line in `output`; what a crash left of a line is cut off."""
     if not output.exists():
         return 0
@@ -192,6 +208,11 @@ def _complete_lines(output: Path, usable: Sequence[tuple[int, torch.Tensor]]) ->
             same = False
         if not same:
             raise ValueError(f"output: expected a new file or one of the same prompts, got {output} with others")
+        if record.get("settings") != settings(index):
+            raise ValueError(
+                f"output: expected a new file or one written with {settings(index)}, got {output}, "
+                f"in which text {index} has {record.get('settings')}"
+            )
     if len(lines) > len(usable):
         raise ValueError(f"output: expected at most {len(usable)} lines in {output}, one per prompt, got {len(lines)}")
     return len(lines)

@@ -23,7 +23,7 @@ from specdec.drafter_kinds import objective_class, training_settings
 from specdec.drafters.base import Drafter
 from specdec.drafters.network import NetworkDrafter
 from specdec.dynamic_tree import AnyTreeLike, as_tree
-from specdec.files import replace_file
+from specdec.files import check_replaceable, replace_file
 from specdec.models.target import Target
 from specdec.training.curves import curves_svg, history_curves
 from specdec.training.data import Sample, Samples, Texts, collate
@@ -163,6 +163,7 @@ def train_drafter(
     """
     target = target if isinstance(target, Target) else Target(target)
     run, output = run or Run(), Path(output)
+    check_replaceable(output, "output")  # before hours of work
     work_dir = output.with_name(f".{output.name}-training") if work_dir is None else Path(work_dir)
     if target.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"target: expected float32 or bfloat16 weights for training, got {target.dtype}")
