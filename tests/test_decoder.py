@@ -165,6 +165,21 @@ def test_a_tree_as_deep_as_the_sliding_window_is_refused():
         Decoder(build_model("mistral_window"), PromptLookup(num_draft_tokens=12))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "got"), [([torch.tensor([1.5, 2.0])], "torch.float32 values"), ([[1, 2]], "list"), ("ab", "str")]
+)
+def test_prompts_are_token_ids(prompts, got):
+    with pytest.raises(TypeError, match=rf"prompts: expected 1-D tensors of token ids, got {got}"):
+        Decoder(build_model("llama")).decode(prompts, 4)
+
+
+def test_a_drafter_is_no_name():
+    with pytest.raises(
+        TypeError, match="drafter: expected a Drafter, as specdec.load_drafter gives, got 'prompt_lookup'"
+    ):
+        Decoder(build_model("llama"), "prompt_lookup")
+
+
 def test_statistics_of_a_hand_written_run():
     # depths 3 and 2 are tried and fail at 2; the last step is cut by the end of the text after one accepted token
     stats = AcceptanceStats([[4, 2, 2]], [[3, 2, 3]], lossless=True, times_ms={}, num_target_passes=3)

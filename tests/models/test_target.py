@@ -7,9 +7,12 @@ from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -199,6 +202,7 @@ def test_unlisted_families_are_compared_with_their_own_forward():
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
     )
     Target(GPTNeoXForCausalLM(config))
+    Target(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)))
 
     class Shifted(GPTNeoXForCausalLM):
         def forward(self, *args, **kwargs):
@@ -230,6 +234,10 @@ def test_refuses_what_it_cannot_hook():
         Target(LlamaModel(LlamaConfig(**small)))
     with pytest.raises(NotImplementedError, match="gemma2 family"):
         Target(Gemma2ForCausalLM(Gemma2Config(**small, head_dim=8, num_key_value_heads=2)))
+    longrope = {"rope_type": "longrope", "factor": 4.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    longrope |= {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+    with pytest.raises(NotImplementedError, match="rotary embeddings of the type longrope, which change"):
+        Target(LlamaForCausalLM(LlamaConfig(**small, rope_parameters=longrope)))
     split = build_model("llama")
     split.model.layers[1].to("meta")
     with pytest.raises(ValueError, match="model: expected all parameters on one device, got cpu, meta"):
