@@ -206,8 +206,8 @@ def _take_over(criteria: list[Callable[..., Any]], config: GenerationConfig, wid
     if lengths:
         if config.forced_eos_token_id is not None:
             raise NotImplementedError(
-                f"stopping_criteria: expected no MaxLengthCriteria beside forced_eos_token_id, got one of {min(lengths)}; "
-                "pass max_length"
+                "stopping_criteria: expected no MaxLengthCriteria beside forced_eos_token_id, "
+                f"got one of {min(lengths)}; pass max_length"
             )
         config.max_new_tokens = max(1, min(lengths) - width)
     if any(type(one) is MaxTimeCriteria for one in criteria):

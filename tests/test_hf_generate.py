@@ -11,6 +11,7 @@ from transformers.generation import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -182,6 +183,15 @@ def test_settings_on_left_padded_batches(settings, model, padded):
 def test_callers_processors_of_transformers_types_take_the_place_of_settings(sizes, model, ids):
     processors = [NoRepeatNGramLogitsProcessor(size) for size in sizes]
     ours, theirs = both(model, ids, "prompt_lookup", logits_processor=processors, no_repeat_ngram_size=2, **GREEDY)
+    assert torch.equal(ours, theirs)
+
+
+def test_only_the_setting_of_a_processors_own_type_gives_way(model, padded):
+    ids, mask = padded
+    stops = list(range(40, 90))
+    processors = [MinNewTokensLengthLogitsProcessor(8, 2, stops)]
+    settings = {**GREEDY, "attention_mask": mask, "eos_token_id": stops, "min_length": 16}
+    ours, theirs = both(model, ids, "prompt_lookup", logits_processor=processors, **settings)
     assert torch.equal(ours, theirs)
 
 
