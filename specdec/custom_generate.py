@@ -194,7 +194,7 @@ def _unwrap_allowed(
     return [one for one in processors if one not in constrained], allowed
 
 
-def _take_over(criteria: list[Callable[..., Any]], config: GenerationConfig, width: int) -> list[Callable[..., Any]]:
+def _take_over(criteria: list[Any], config: GenerationConfig, width: int) -> list[Any]:
     """Let the caller's criteria take the place of the settings of their kind, as in transformers.
 
     Lengths count the padding there, so a `MaxLengthCriteria` becomes `max_new_tokens`.
