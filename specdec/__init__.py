@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from specdec.acceptance import AcceptanceStats, Greedy, Naive, Rejection, Traversal, Typical
     from specdec.checking import CheckReport, check
     from specdec.checkpoints import load_drafter
+    from specdec.custom_generate import hf_generate
     from specdec.decoder import Decoder, DecodeResult
     from specdec.draft_tree import DraftTree
     from specdec.drafters.base import Drafter
-    from specdec.generation import SpecDecodeOutput, generate, hf_generate
+    from specdec.generation import SpecDecodeOutput, generate
     from specdec.kernels.verdict import Verdict
     from specdec.models.target import Target
     from specdec.tiny import load_tiny
@@ -41,7 +42,7 @@ _HOMES = {
     "as_tree_shape": "specdec.trees",
     "check": "specdec.checking",
     "generate": "specdec.generation",
-    "hf_generate": "specdec.generation",
+    "hf_generate": "specdec.custom_generate",
     "load_drafter": "specdec.checkpoints",
     "load_tiny": "specdec.tiny",
     "preset_names": "specdec.trees",

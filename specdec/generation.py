@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from specdec.acceptance import AcceptanceRule, AcceptanceStats, choose_rule
 from specdec.checkpoints import load_drafter
@@ -24,7 +24,7 @@ from specdec.models.target import Target
 from specdec.processing import Processing
 from specdec.trees import TreeLike
 
-__all__ = ["SpecDecodeOutput", "generate", "hf_generate"]
+__all__ = ["SpecDecodeOutput", "generate"]
 
 LONG_TEXT = 64
 """New tokens from which on a step is captured for one call alone."""
@@ -144,54 +144,6 @@ def generate(
     host.end()
     _warn_if_refused(proposer, result.stats)
     return _output(target, ids, keep, settings, result, host)
-
-
-def hf_generate(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: Sequence[Callable[..., torch.Tensor]] | None = None,
-    stopping_criteria: Sequence[Callable[..., Any]] | None = None,
-    generation_config: GenerationConfig | None = None,
-    drafter: Drafter | PreTrainedModel | str | os.PathLike[str] | None = None,
-    acceptance: str | AcceptanceRule = "auto",
-    tree: TreeLike | None = None,
-    seed: int | Sequence[int] | torch.Generator | None = None,
-    spec_streamer: Any | None = None,
-    spec_tokenizer: PreTrainedTokenizerBase | None = None,
-    **model_kwargs: Any,
-) -> torch.Tensor | SpecDecodeOutput:
-    """For `model.generate(..., custom_generate=specdec.hf_generate, drafter=...)`; arguments as of `generate`.
-
-    transformers does not hand `streamer` and `tokenizer` on to such a function: pass `spec_streamer`, `spec_tokenizer`.
-    What it made from the settings (processors, criteria) is recognised and made here once more, per node.
-    """
-    config = generation_config if generation_config is not None else model.generation_config
-    made = Processing(
-        config,
-        do_sample=bool(config.do_sample),
-        prompt_lengths=[input_ids.shape[1]],
-        max_new_tokens=1,
-        width=input_ids.shape[1],
-        stop_tokens=read_settings(config, input_ids.shape[1]).stop_tokens,
-        device=input_ids.device,
-    )
-    return generate(
-        model,
-        drafter,
-        input_ids,
-        attention_mask=model_kwargs.get("attention_mask"),
-        generation_config=config,
-        logits_processor=[one for one in logits_processor or () if not made.makes(one)],
-        stopping_criteria=[
-            one for one in stopping_criteria or ()
-            if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria))
-        ],
-        streamer=spec_streamer,
-        tokenizer=spec_tokenizer,
-        acceptance=acceptance,
-        tree=tree,
-        seed=seed,
-    )  # fmt: skip
 
 
 def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bool, max_new_tokens: int) -> Decoder:

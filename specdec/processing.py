@@ -65,8 +65,6 @@ class Processing:
         self._settings = _active(config, do_sample=do_sample)
         self._backend = backend
         self._stops = frozenset(stop_tokens)
-        length = prompt_lengths[0] if prompt_lengths else 0
-        self._first_row = (length, max_new_tokens, width, stop_tokens, device)
         self._rows: list[LogitsProcessorList] | None = None
         if custom or allowed_tokens is not None or self._settings.keys() - _AT_ONCE:
             self._rows = []
@@ -89,11 +87,6 @@ class Processing:
         """The law for drafters: the same warpers, without what depends on the path."""
         names = ("temperature", "top_k", "top_p", "min_p")
         return DraftLaw(**{name: self._settings[name] for name in names if name in self._settings})
-
-    def makes(self, processor: Callable[..., torch.Tensor]) -> bool:
-        """Whether the settings ask for a processor like this one."""
-        own = _processors(self._settings, *self._first_row)
-        return any(type(one) is type(processor) and _values(one) == _values(processor) for _, one in own)
 
     @property
     def signature(self) -> tuple[tuple[str, float], ...] | None:
@@ -280,18 +273,15 @@ def _processors(
     return [(name, make(settings[name])) for name, make in makers.items() if name in settings and name not in idle]
 
 
-def _values(processor: object) -> dict[str, Any]:
-    """A processor's attributes, as values that compare."""
-    return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in vars(processor).items()
-    }
-
-
 def _merge(
     processors: list[tuple[str, Callable[..., torch.Tensor]]], custom: Sequence[Callable[..., torch.Tensor]]
 ) -> LogitsProcessorList:
     """The user's processors behind the others and before the warpers, each in place of one of its own type."""
     types = {type(processor) for processor in custom}
-    before = [one for name, one in processors if name not in WARPER_FIELDS and name != "renormalize_logits"]
+    before = [
+        one for name, one in processors
+        if name not in WARPER_FIELDS and name != "renormalize_logits"
+        and (hf.MinLengthLogitsProcessor if name == "min_length" else type(one)) not in types
+    ]  # fmt: skip
     warpers = [one for name, one in processors if name in WARPER_FIELDS or name == "renormalize_logits"]
-    return LogitsProcessorList([*(one for one in before if type(one) not in types), *custom, *warpers])
+    return LogitsProcessorList([*before, *custom, *warpers])
