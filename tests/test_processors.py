@@ -43,6 +43,7 @@ CASES = {
     "bias": {"sequence_bias": {(11,): 3.0, (12, 13): -8.0}},
     "min_new_tokens": {"min_new_tokens": 60, "eos_token_id": list(range(10, 30))},
     "min_length": {"min_length": 50, "eos_token_id": list(range(10, 30))},
+    "both_minima": {"min_length": 100, "min_new_tokens": 20, "eos_token_id": list(range(10, 30))},
     "forced_eos": {"forced_eos_token_id": 9},
     "suppress": {"suppress_tokens": [1, 2, 3], "begin_suppress_tokens": list(range(40))},
     "decay": {"exponential_decay_length_penalty": (10, 1.3), "eos_token_id": STOP},
@@ -82,6 +83,18 @@ def test_padding_is_no_history(case, generator):
     for row, prompt in enumerate(prompts):
         alone = specdec.generate(model, None, prompt[None], **settings)[0, len(prompt) :]
         assert torch.equal(sequences[row, ids.shape[1] :][: len(alone)], alone)
+
+
+def test_behind_a_forced_first_token_another_is_suppressed():
+    model = build_model("llama")
+    settings = {"forced_bos_token_id": 9, "max_new_tokens": 12, "do_sample": False}
+    ids = torch.tensor([[3]])
+    free = specdec.generate(model, None, ids, **settings)[0].tolist()
+    settings["begin_suppress_tokens"] = [9, free[2]]
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert expected[0, 1] == 9
+    assert expected[0, 2] != free[2]
+    assert torch.equal(specdec.generate(model, None, ids, **settings), expected)
 
 
 class Strict(LogitsProcessor):
