@@ -43,7 +43,11 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[bool | None, ...]] = {
     "assistant_model": (None,), "negative_prompt_ids": (None,), "negative_prompt_attention_mask": (None,),
 }  # fmt: skip
 """Arguments of `model.generate` that are not supported here, and the values that ask for nothing."""
-_UNUSED_WHEN_GREEDY = {"temperature": 1, "top_k": 50, "top_p": 1, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+_DEFAULT_TOP_K = 50  # as transformers, when sampling; the keyword None turns it off
+_UNUSED_WHEN_GREEDY = {
+    "temperature": 1, "top_k": _DEFAULT_TOP_K, "top_p": 1, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
+}  # fmt: skip
+"""What transformers too says nothing about."""
 _DEFAULT_NEW_TOKENS = 20  # as transformers, less where the context ends before
 _LOG = logging.getLogger("specdec")
 
@@ -116,11 +120,13 @@ def _fill(config: GenerationConfig, stored: GenerationConfig | None) -> None:
     A config that transformers has already filled (that of a `custom_generate` function) stays as it is: what is None
     there was set to None. Entries that are no fields are left behind: transformers does not read them either.
     """
-    if stored is None or hasattr(config, "_eos_token_tensor"):
+    if hasattr(config, "_eos_token_tensor"):
         return
-    for name, value in vars(stored).items():
+    for name, value in vars(stored).items() if stored is not None else ():
         if not name.startswith("_") and getattr(config, name, value) is None:
             setattr(config, name, copy.deepcopy(value))
+    if config.top_k is None:
+        config.top_k = _DEFAULT_TOP_K
 
 
 def _is_neutral(name: str, value: Any, default: Any) -> bool:

@@ -19,7 +19,6 @@ from specdec.kernels.sample_probs import warp_logits
 
 __all__ = ["PROCESSOR_FIELDS", "WARPER_FIELDS", "Processing"]
 
-_DEFAULT_TOP_K = 50  # as transformers, when sampling
 _AT_ONCE = frozenset({"repetition_penalty", "temperature", "top_k", "top_p", "min_p"})
 PROCESSOR_FIELDS = frozenset(
     {
@@ -220,8 +219,6 @@ def _active(config: GenerationConfig, *, do_sample: bool) -> dict[str, Any]:
     settings = {name: getattr(config, name, None) for name in PROCESSOR_FIELDS}
     if do_sample:
         settings |= {name: getattr(config, name, None) for name in WARPER_FIELDS}
-        if settings["top_k"] is None:
-            settings["top_k"] = _DEFAULT_TOP_K
     if settings["min_new_tokens"] is not None:  # as transformers: it wins, also with 0
         settings["min_length"] = None
     neutral: dict[str, tuple[Any, ...]] = {

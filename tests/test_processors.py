@@ -97,6 +97,18 @@ def test_behind_a_forced_first_token_another_is_suppressed():
     assert torch.equal(specdec.generate(model, None, ids, **settings), expected)
 
 
+@pytest.mark.parametrize("given", [{}, {"top_k": None}, {"top_k": 0}, {"top_k": 3}])
+def test_top_k_is_50_unless_a_keyword_says_none(given):
+    """The scores show how many tokens stay possible."""
+    model = build_model("llama")
+    settings = {"do_sample": True, "max_new_tokens": 2, "return_dict_in_generate": True, "output_scores": True, **given}
+    ids = torch.tensor([[3, 4, 5]])
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    through = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=specdec.hf_generate, **settings)
+    for output in (theirs, specdec.generate(model, None, ids, **settings), through):
+        assert int(output.scores[0].isfinite().sum()) == {None: 96, 0: 96, 3: 3}.get(given.get("top_k", 50), 50)
+
+
 class Strict(LogitsProcessor):
     """A grammar that knows the texts it allows and no others: a token is followed by one within 30 places of it."""
 
@@ -157,7 +169,7 @@ def test_every_node_has_the_scores_of_its_own_text(case, generator):
     history = torch.full((2, 8), -1, dtype=torch.int32)
     for row, text in enumerate(texts):
         history[row, : len(text)] = text
-    config = GenerationConfig(**WARPERS[case])
+    config = GenerationConfig(**{"top_k": 50, **WARPERS[case]})
     processing = Processing(config, do_sample=True, prompt_lengths=[6, 3], max_new_tokens=9, width=6)
     processed = processing(logits, tree, history, torch.tensor([9, 9]))
     for row, text in enumerate(texts):
