@@ -104,7 +104,7 @@ def generate(
     target = model if isinstance(model, Target) else Target(model)
     config = merge_settings(target, generation_config, generation_kwargs)
     ids, keep = read_prompts(input_ids, attention_mask, target, config)
-    settings = read_settings(config, ids.shape[1])
+    settings = read_settings(config, ids.shape[1], target.max_positions)
     prompts = [row[mask] for row, mask in zip(ids, keep, strict=True)]
     _check_callers_code(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, len(prompts))
     proposer = load_drafter(drafter, target, tree=tree)

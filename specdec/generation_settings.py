@@ -1,10 +1,11 @@
 """What a call of `generate` asks for: keywords, `generation_config` and the model's defaults, merged and checked.
 
-Precedence is transformers': keywords, then the given config, then the model's own. Whatever is not supported is refused
-by name, never ignored.
+Precedence is transformers': keywords, then the fields that the given config sets, then the model's own. Whatever is not
+supported is refused by name, never ignored.
 """
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import GenerationConfig
 
 from specdec.models.target import Target
 from specdec.processing import PROCESSOR_FIELDS, WARPER_FIELDS
-from specdec.setting_checks import check_settings
+from specdec.setting_checks import check_settings, short_repr
 
 __all__ = ["Settings", "merge_settings", "read_prompts", "read_settings"]
 
@@ -32,7 +33,23 @@ _IRRELEVANT_FIELDS = {
     "early_stopping", "length_penalty", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile",
 }  # fmt: skip
-_DEFAULT_MAX_LENGTH = 20  # as transformers
+_NEUTRAL_NUMBERS = {
+    "num_beams": 1, "num_beam_groups": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "diversity_penalty": 0,
+    "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0,
+}  # fmt: skip
+"""The one value of a number that is as good as None; 0 and False are not, as transformers acts on them."""
+_NEUTRAL_ARGUMENTS: dict[str, tuple[bool | None, ...]] = {
+    "past_key_values": (None,), "synced_gpus": (None, False), "use_model_defaults": (None, True),
+    "assistant_model": (None,), "negative_prompt_ids": (None,), "negative_prompt_attention_mask": (None,),
+}  # fmt: skip
+"""Arguments of `model.generate` that are not supported here, and the values that ask for nothing."""
+_DEFAULT_TOP_K = 50  # as transformers, when sampling; the keyword None turns it off
+_UNUSED_WHEN_GREEDY = {
+    "temperature": 1, "top_k": _DEFAULT_TOP_K, "top_p": 1, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
+}  # fmt: skip
+"""What transformers too says nothing about."""
+_DEFAULT_NEW_TOKENS = 20  # as transformers, less where the context ends before
+_LOG = logging.getLogger("specdec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +81,98 @@ def merge_settings(
     """
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise TypeError(f"generation_config: expected a GenerationConfig, got {type(generation_config).__name__}")
-    given = generation_config if generation_config is not None else target.model.generation_config
-    config = copy.deepcopy(given) if given is not None else GenerationConfig()
+    config = copy.deepcopy(generation_config) if generation_config is not None else GenerationConfig()
+    stored = target.model.generation_config
+    _fill(config, stored)
     for name, value in keywords.items():
+        if any(value is neutral for neutral in _NEUTRAL_ARGUMENTS.get(name, ())):
+            continue
+        if name == "assistant_model":
+            raise ValueError(f"assistant_model: expected None, got {type(value).__name__}; pass it as drafter")
+        if name in _NEUTRAL_ARGUMENTS:
+            raise NotImplementedError(
+                f"{name}: expected its default, got {short_repr(value)}; specdec does not support it"
+            )
         if name.startswith("_") or not hasattr(config, name) or callable(getattr(config, name)):
             raise ValueError(
-                f"{name}: expected an argument of specdec.generate or a GenerationConfig field, got {value!r}"
+                f"{name}: expected an argument of specdec.generate or a GenerationConfig field, got {short_repr(value)}"
             )
         setattr(config, name, value)
-    neutral = {
-        "num_beams": 1,
-        "num_beam_groups": 1,
-        "guidance_scale": 1,
-        "encoder_repetition_penalty": 1.0,
-        "diversity_penalty": 0.0,
-    }
-    defaults = GenerationConfig().to_dict()
+    defaults = GenerationConfig()
     for name, value in config.to_dict().items():
         if name.startswith("_") or name in _USED_FIELDS or name in _IRRELEVANT_FIELDS:
             continue
-        if value in (None, False, defaults.get(name), neutral.get(name)) or value in ([], {}, 0):
+        if not hasattr(defaults, name) and hasattr(stored, name):  # the model's own note, which transformers ignores
             continue
-        raise NotImplementedError(f"{name}: expected its default, got {value!r}; specdec does not support it")
+        if not _is_neutral(name, value, getattr(defaults, name, None)):
+            raise NotImplementedError(
+                f"{name}: expected its default, got {short_repr(value)}; specdec does not support it"
+            )
     check_settings(config, target.vocab_size)
+    if not config.do_sample:
+        _warn_of_unused(keywords)
     return config
 
 
-def read_settings(config: GenerationConfig, width: int) -> Settings:
+def _fill(config: GenerationConfig, stored: GenerationConfig | None) -> None:
+    """Give the fields that `config` does not set the values that are stored with the model, as transformers does.
+
+    A config that transformers has already filled (that of a `custom_generate` function) stays as it is: what is None
+    there was set to None. Entries that are no fields are left behind: transformers does not read them either.
+    """
+    if hasattr(config, "_eos_token_tensor"):
+        return
+    for name, value in vars(stored).items() if stored is not None else ():
+        if not name.startswith("_") and getattr(config, name, value) is None:
+            setattr(config, name, copy.deepcopy(value))
+    if config.top_k is None:
+        config.top_k = _DEFAULT_TOP_K
+
+
+def _is_neutral(name: str, value: Any, default: Any) -> bool:
+    """Whether a field that is not supported has a value that asks for nothing."""
+    if value is None:
+        return True
+    if name in _NEUTRAL_NUMBERS:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == _NEUTRAL_NUMBERS[name]
+    if value is False or (isinstance(value, (list, tuple, dict)) and len(value) == 0):
+        return True
+    return type(value) is type(default) and bool(value == default)
+
+
+def _warn_of_unused(keywords: Mapping[str, Any]) -> None:
+    """Say which of the caller's keywords do nothing without sampling."""
+    unused = [
+        f"{name}={short_repr(value)}" for name, value in keywords.items()
+        if name in WARPER_FIELDS and value is not None
+        and not (isinstance(value, (int, float)) and value == _UNUSED_WHEN_GREEDY.get(name))
+    ]  # fmt: skip
+    if unused:
+        _LOG.warning("do_sample: expected True with %s, got False; decoding is greedy", ", ".join(unused))
+
+
+def read_settings(config: GenerationConfig, width: int, max_positions: int | None = None) -> Settings:
     """What the merged settings mean for prompts of padded length `width`.
+
+    Args:
+        config: of `merge_settings`. Without a length a row may emit 20 tokens, or as many as fit into the context.
+        width: length of the padded prompts.
+        max_positions: the model's context.
 
     Raises:
         ValueError: `max_length` leaves no room behind the prompt.
     """
     max_new = config.max_new_tokens
     if max_new is None:
-        max_length = config.max_length if config.max_length is not None else _DEFAULT_MAX_LENGTH
-        max_new = max_length - width
+        if config.max_length is None:
+            room = _DEFAULT_NEW_TOKENS if max_positions is None else max_positions - width
+            max_new = max(1, min(_DEFAULT_NEW_TOKENS, room))  # without any room the prompt is refused by its length
+        else:
+            max_new = config.max_length - width
         if max_new < 1:
             raise ValueError(
-                f"max_length: expected more than the prompt's {width} tokens, got {max_length}; or pass max_new_tokens"
+                f"max_length: expected more than the prompt's {width} tokens, got {config.max_length}; "
+                "or pass max_new_tokens"
             )
     stop_tokens = tuple(_ints(config.eos_token_id))
     pad = config.pad_token_id

@@ -19,7 +19,6 @@ from specdec.kernels.sample_probs import warp_logits
 
 __all__ = ["PROCESSOR_FIELDS", "WARPER_FIELDS", "Processing"]
 
-_DEFAULT_TOP_K = 50  # as transformers, when sampling
 _AT_ONCE = frozenset({"repetition_penalty", "temperature", "top_k", "top_p", "min_p"})
 PROCESSOR_FIELDS = frozenset(
     {
@@ -213,8 +212,8 @@ def _active(config: GenerationConfig, *, do_sample: bool) -> dict[str, Any]:
     settings = {name: getattr(config, name, None) for name in PROCESSOR_FIELDS}
     if do_sample:
         settings |= {name: getattr(config, name, None) for name in WARPER_FIELDS}
-        if settings["top_k"] is None:
-            settings["top_k"] = _DEFAULT_TOP_K
+    if settings["min_new_tokens"] is not None:  # as transformers: it wins, also with 0
+        settings["min_length"] = None
     neutral: dict[str, tuple[Any, ...]] = {
         "temperature": (1.0,), "top_k": (0,), "top_p": (1.0,), "min_p": (0.0,), "typical_p": (1.0,),
         "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
@@ -242,6 +241,7 @@ def _processors(
     """The processors of one row whose prompt has `length` tokens, by the setting that asks for each, in order."""
     stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=device)
     holds_back = len(stop_tokens) > 0
+    begin = length + 1 if length == 1 and "forced_bos_token_id" in settings else length  # behind the forced token
     makers: dict[str, Callable[[Any], Any]] = {
         "sequence_bias": hf.SequenceBiasLogitsProcessor,
         "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
@@ -257,7 +257,7 @@ def _processors(
         "remove_invalid_values": lambda _: hf.InfNanRemoveLogitsProcessor(),
         "exponential_decay_length_penalty": lambda value: hf.ExponentialDecayLengthPenalty(value, stops, length),
         "suppress_tokens": lambda value: hf.SuppressTokensLogitsProcessor(value, device=device),
-        "begin_suppress_tokens": lambda value: hf.SuppressTokensAtBeginLogitsProcessor(value, length, device=device),
+        "begin_suppress_tokens": lambda value: hf.SuppressTokensAtBeginLogitsProcessor(value, begin, device=device),
         "temperature": lambda value: hf.TemperatureLogitsWarper(float(value)),
         "top_k": hf.TopKLogitsWarper,
         "top_p": lambda value: hf.TopPLogitsWarper(float(value)),

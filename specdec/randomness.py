@@ -4,8 +4,11 @@ A number depends on its row's seed, the step and what it is for, and on nothing 
 bit, a row's text does not depend on its companions, and the decisions of a GPU run can be replayed on a CPU.
 """
 
+import operator
 from collections.abc import Sequence
 from enum import IntEnum
+from numbers import Integral
+from typing import Any, TypeGuard
 
 import torch
 
@@ -69,12 +72,19 @@ def row_seeds(seed: int | Sequence[int] | torch.Generator | None, batch_size: in
     if seed is None or isinstance(seed, torch.Generator):
         device = "cpu" if seed is None else seed.device
         seed = int(torch.randint(2**63 - 1, (), generator=seed, device=device))
-    seeds = [seed + row * _GOLDEN for row in range(batch_size)] if isinstance(seed, int) else seed
-    is_valid = isinstance(seeds, Sequence) and all(isinstance(one, int) and not isinstance(one, bool) for one in seeds)
-    if not is_valid or isinstance(seed, bool):
+    if _is_int(seed):
+        seeds = [operator.index(seed) + row * _GOLDEN for row in range(batch_size)]
+    elif isinstance(seed, Sequence) and all(map(_is_int, seed)):
+        seeds = [operator.index(one) for one in seed]
+    else:
         raise TypeError(f"seed: expected an int or one int per row, got {seed!r}")
     if len(seeds) != batch_size:
         raise ValueError(f"seed: expected one per row, {batch_size}, got {len(seeds)}")
     if min(seeds) < 0:
         raise ValueError(f"seed: expected 0 or more, got {min(seeds)}")
     return torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in seeds])
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    """Whether it is an integer of Python or NumPy; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-__all__ = ["check_settings"]
+__all__ = ["check_settings", "short_repr"]
+
+_LONGEST_REPR = 80
+
+
+def short_repr(value: Any) -> str:
+    """`repr` on one line and of at most 80 characters, for messages."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_REPR else text[: _LONGEST_REPR - 3] + "..."
 
 
 def check_settings(config: GenerationConfig, vocab_size: int) -> None:
@@ -22,7 +30,7 @@ def check_settings(config: GenerationConfig, vocab_size: int) -> None:
     for name, (expected, is_valid) in checks.items():
         value = getattr(config, name, None)
         if value is not None and not is_valid(value):
-            raise ValueError(f"{name}: expected {expected}, got {value!r}")
+            raise ValueError(f"{name}: expected {expected}, got {short_repr(value)}")
 
 
 def _is_int(value: Any, low: float = -math.inf) -> bool:
@@ -79,6 +87,7 @@ def _checks(vocab_size: int) -> dict[str, tuple[str, Callable[[Any], bool]]]:
         pairs = list(value.items()) if isinstance(value, dict) else value
         return bool(pairs) and _is_list(pairs, is_biased_word)
 
+    several = (f"a list of {ids}", lambda value: _is_list(value, is_token))
     tokens = (ids, lambda value: is_token(value) or _is_list(value, is_token))
     return {
         "max_new_tokens": ("an int of at least 1", lambda value: _is_int(value, 1)),
@@ -97,8 +106,8 @@ def _checks(vocab_size: int) -> dict[str, tuple[str, Callable[[Any], bool]]]:
         "min_new_tokens": ("an int of at least 0", lambda value: _is_int(value, 0)),
         "forced_bos_token_id": (f"one of the {ids}", is_token),
         "forced_eos_token_id": tokens,
-        "suppress_tokens": tokens,
-        "begin_suppress_tokens": tokens,
+        "suppress_tokens": several,
+        "begin_suppress_tokens": several,
         "bad_words_ids": (f"lists of {ids}", lambda value: _is_list(value, is_word) and len(value) > 0),
         "sequence_bias": (f"a number for each of some tuples of {ids}", is_bias),
         "exponential_decay_length_penalty": (

@@ -69,6 +69,8 @@ def _processors(call: Call, length: int):
         if hasattr(config, name):
             setattr(config, name, value)
     config.max_length = length + call.max_new_tokens
+    if config.min_new_tokens is not None:  # transformers lets it win
+        config.min_length = None
     if config.min_length is not None:
         config.min_length -= call.width - length  # it counts the padding
     if config.do_sample and config.top_k is None:

@@ -139,13 +139,81 @@ def test_settings_follow_the_order_of_transformers(generator):
     model = build_model("llama")
     (prompt,) = random_prompts(generator, [6])
     ids = prompt[None]
-    assert specdec.generate(model, None, ids).shape[1] == 20  # transformers' default max_length
+    assert specdec.generate(model, None, ids).shape[1] == 6 + 20  # transformers' default
     model.generation_config.max_length = 9
     assert specdec.generate(model, None, ids).shape[1] == 9
     config = GenerationConfig(max_new_tokens=5, eos_token_id=None, pad_token_id=0)
     assert specdec.generate(model, None, ids, generation_config=config).shape[1] == 6 + 5
     assert specdec.generate(model, None, ids, generation_config=config, max_new_tokens=2).shape[1] == 6 + 2
     assert config.max_new_tokens == 5, "the caller's object must not change"
+
+
+@pytest.mark.parametrize("width", [6, 30, 250])  # the last leaves less than 20 places of the context
+def test_without_a_length_as_many_tokens_as_transformers(width, generator):
+    model = build_model("llama")
+    ids = random_prompts(generator, [width])[0][None]
+    mask = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=None)
+    assert torch.equal(specdec.generate(model, None, ids, attention_mask=mask, eos_token_id=None), expected)
+
+
+def test_a_config_is_filled_up_with_the_models_own(generator):
+    model = build_model("llama")
+    ids = random_prompts(generator, [6])[0][None]
+    mask = torch.ones_like(ids)
+    free = transformers_greedy(model, ids, mask, max_new_tokens=24, eos_token_id=None)[0, 6:].tolist()
+    model.generation_config.eos_token_id = free[5]
+    model.generation_config.pad_token_id = 0
+    model.generation_config.repetition_penalty = 1.05
+    model.generation_config.chat_format = "chatml"  # no field: transformers does not read it
+    for settings in ({}, {"repetition_penalty": 1.0}, {"eos_token_id": free[3]}, {"max_length": 12}):
+        given = {"max_new_tokens": None if "max_length" in settings else 24, "do_sample": False, **settings}
+        config = GenerationConfig(**given)
+        before = config.to_dict()
+        expected = model.generate(ids, attention_mask=mask, generation_config=config)
+        assert torch.equal(specdec.generate(model, None, ids, attention_mask=mask, generation_config=config), expected)
+        assert config.to_dict() == before, "the caller's object must not change"
+    for keywords in ({"eos_token_id": None}, {"repetition_penalty": None}):  # keywords win, also with None
+        config = GenerationConfig(max_new_tokens=24, do_sample=False)
+        expected = model.generate(ids, attention_mask=mask, generation_config=config, **keywords)
+        assert torch.equal(specdec.generate(model, None, ids, generation_config=config, **keywords), expected)
+        through = model.generate(
+            ids, attention_mask=mask, generation_config=config, custom_generate=specdec.hf_generate, **keywords
+        )
+        assert torch.equal(through, expected)
+
+
+def test_settings_of_sampling_without_sampling_are_reported(caplog):
+    model = build_model("llama")
+    model.generation_config.temperature = 0.6  # not the caller's: no warning
+    specdec.generate(model, None, IDS, max_new_tokens=2, top_p=1.0, top_k=None)
+    assert not caplog.records
+    specdec.generate(model, None, IDS, max_new_tokens=2, temperature=0.7, top_p=0.9)
+    assert [record.getMessage() for record in caplog.records] == [
+        "do_sample: expected True with temperature=0.7, top_p=0.9, got False; decoding is greedy"
+    ]
+    caplog.clear()
+    specdec.generate(model, None, IDS, max_new_tokens=2, temperature=0.7, do_sample=True)
+    assert not caplog.records
+
+
+def test_arguments_of_transformers_that_ask_for_nothing_are_accepted():
+    model = build_model("llama")
+    neutral = {"past_key_values": None, "synced_gpus": False, "use_model_defaults": True, "assistant_model": None}
+    neutral |= {"num_beams": 1, "guidance_scale": 1.0, "encoder_no_repeat_ngram_size": 0, "output_attentions": False}
+    expected = specdec.generate(model, None, IDS, max_new_tokens=4)
+    assert torch.equal(specdec.generate(model, None, IDS, max_new_tokens=4, **neutral), expected)
+
+
+def test_refused_values_are_shown_in_short():
+    model = build_model("llama")
+    with pytest.raises(ValueError, match=r"^assistant_model: expected None, got LlamaForCausalLM; pass it as drafter$"):
+        specdec.generate(model, None, IDS, assistant_model=build_model("llama"))
+    for name in ("nonsense", "past_key_values", "dola_layers", "max_new_tokens"):
+        with pytest.raises((ValueError, NotImplementedError), match=f"^{name}: expected ") as caught:
+            specdec.generate(model, None, IDS, **{name: torch.zeros(50, 50)})
+        assert len(str(caught.value)) < 200
+        assert "\n" not in str(caught.value)
 
 
 def test_model_configured_for_sampling_is_not_decoded_greedily_in_silence(generator):
@@ -259,6 +327,20 @@ BAD_CALLS = {
     "unknown keyword": ({"max_new_token": 3}, ValueError, r"max_new_token: expected an argument of specdec.generate"),
     "method as keyword": ({"save_pretrained": 3}, ValueError, r"save_pretrained: expected an argument"),
     "beams": ({"num_beams": 4}, NotImplementedError, r"num_beams: expected its default, got 4"),
+    "no beams": ({"num_beams": 0}, NotImplementedError, r"num_beams: expected its default, got 0"),
+    "guidance of 0": ({"guidance_scale": 0}, NotImplementedError, r"guidance_scale: expected its default, got 0"),
+    "guidance of False": ({"guidance_scale": False}, NotImplementedError, r"guidance_scale: .* got False"),
+    "suppressed int": (
+        {"suppress_tokens": 5},
+        ValueError,
+        r"suppress_tokens: expected a list of token ids from 0 to 95, got 5",
+    ),
+    "suppressed int at the start": (
+        {"begin_suppress_tokens": 5},
+        ValueError,
+        r"begin_suppress_tokens: expected a list of token ids from 0 to 95, got 5",
+    ),
+    "synced": ({"synced_gpus": True}, NotImplementedError, r"synced_gpus: expected its default, got True"),
     "dola": ({"dola_layers": "low"}, NotImplementedError, r"dola_layers: expected its default, got 'low'"),
     "guidance": ({"guidance_scale": 2.0}, NotImplementedError, r"guidance_scale: expected its default, got 2.0"),
     "penalty": ({"repetition_penalty": 0}, ValueError, r"repetition_penalty: expected a number over 0, got 0"),

@@ -43,6 +43,7 @@ CASES = {
     "bias": {"sequence_bias": {(11,): 3.0, (12, 13): -8.0}},
     "min_new_tokens": {"min_new_tokens": 60, "eos_token_id": list(range(10, 30))},
     "min_length": {"min_length": 50, "eos_token_id": list(range(10, 30))},
+    "both_minima": {"min_length": 100, "min_new_tokens": 20, "eos_token_id": list(range(10, 30))},
     "forced_eos": {"forced_eos_token_id": 9},
     "suppress": {"suppress_tokens": [1, 2, 3], "begin_suppress_tokens": list(range(40))},
     "decay": {"exponential_decay_length_penalty": (10, 1.3), "eos_token_id": STOP},
@@ -82,6 +83,30 @@ def test_padding_is_no_history(case, generator):
     for row, prompt in enumerate(prompts):
         alone = specdec.generate(model, None, prompt[None], **settings)[0, len(prompt) :]
         assert torch.equal(sequences[row, ids.shape[1] :][: len(alone)], alone)
+
+
+def test_behind_a_forced_first_token_another_is_suppressed():
+    model = build_model("llama")
+    settings = {"forced_bos_token_id": 9, "max_new_tokens": 12, "do_sample": False}
+    ids = torch.tensor([[3]])
+    free = specdec.generate(model, None, ids, **settings)[0].tolist()
+    settings["begin_suppress_tokens"] = [9, free[2]]
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert expected[0, 1] == 9
+    assert expected[0, 2] != free[2]
+    assert torch.equal(specdec.generate(model, None, ids, **settings), expected)
+
+
+@pytest.mark.parametrize("given", [{}, {"top_k": None}, {"top_k": 0}, {"top_k": 3}])
+def test_top_k_is_50_unless_a_keyword_says_none(given):
+    """The scores show how many tokens stay possible."""
+    model = build_model("llama")
+    settings = {"do_sample": True, "max_new_tokens": 2, "return_dict_in_generate": True, "output_scores": True, **given}
+    ids = torch.tensor([[3, 4, 5]])
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    through = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=specdec.hf_generate, **settings)
+    for output in (theirs, specdec.generate(model, None, ids, **settings), through):
+        assert int(output.scores[0].isfinite().sum()) == {None: 96, 0: 96, 3: 3}.get(given.get("top_k", 50), 50)
 
 
 class Strict(LogitsProcessor):
@@ -144,7 +169,7 @@ def test_every_node_has_the_scores_of_its_own_text(case, generator):
     history = torch.full((2, 8), -1, dtype=torch.int32)
     for row, text in enumerate(texts):
         history[row, : len(text)] = text
-    config = GenerationConfig(**WARPERS[case])
+    config = GenerationConfig(**{"top_k": 50, **WARPERS[case]})
     processing = Processing(config, do_sample=True, prompt_lengths=[6, 3], max_new_tokens=9, width=6)
     processed = processing(logits, tree, history, torch.tensor([9, 9]))
     for row, text in enumerate(texts):

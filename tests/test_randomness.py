@@ -1,5 +1,6 @@
 """specdec.randomness: where the numbers of a step come from, and by which kernels."""
 
+import numpy as np
 import pytest
 import torch
 from families import build_model
@@ -36,3 +37,12 @@ def test_a_generation_draws_by_the_backend_of_its_target(backend, device):
     room = Room(batch_size=2, max_length=16, max_prompt=8, max_new_tokens=8)
     state = DecodeState.new(target, room, num_nodes=3, max_depth=2, device=target.device)
     assert state.uniforms.backend == backend
+
+
+def test_integers_of_numpy_are_seeds():
+    assert torch.equal(row_seeds(np.int64(3), 2), row_seeds(3, 2))
+    assert torch.equal(row_seeds([np.uint8(3), 2**63], 2), row_seeds([3, 2**63], 2))
+    assert torch.equal(row_seeds(np.uint64(2**64 - 1), 2), row_seeds(2**64 - 1, 2))
+    for wrong in (True, [True, 1], 3.0, np.float64(3), "ab", np.bool_(True)):
+        with pytest.raises(TypeError, match="seed: expected an int or one int per row, got"):
+            row_seeds(wrong, 2)
