@@ -410,10 +410,8 @@ def compare(
         if now.registers > before.registers + REGISTER_TOLERANCE:
             problems.append(f"{case}: {now.registers} registers, {before.registers} in the table")
         if (now.num_hmma > 0, now.num_hgmma > 0) != (before.num_hmma > 0, before.num_hgmma > 0):
-            problems.append(
-                f"{case}: {now.num_hmma} mma and {now.num_hgmma} wgmma instructions, "
-                f"{before.num_hmma} and {before.num_hgmma} in the table"
-            )
+            found, known = f"{now.num_hmma} mma and {now.num_hgmma} wgmma", f"{before.num_hmma} and {before.num_hgmma}"
+            problems.append(f"{case}: {found} instructions, {known} in the table")
         if now.num_async_copies < before.num_async_copies:
             problems.append(f"{case}: {now.num_async_copies} async copies, {before.num_async_copies} in the table")
     return problems
