@@ -11,6 +11,7 @@ from rich.console import Console
 
 import specdec
 from specdec.cli import main
+from specdec.comparison import ComparisonRow
 from specdec.demo import run_demo
 from specdec.text import TextPieces
 from specdec.tiny import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
@@ -89,6 +90,11 @@ def test_text_pieces_join_to_the_whole_text(tiny):
     parts = [pieces.add(token) for token in ids[2:]]
     assert "".join(parts) + pieces.rest() == text[len(tokenizer.decode(ids[:2])) :]
     assert "" in parts, "an unfinished character must wait"
+
+
+def test_a_row_without_tau_is_sound_json():
+    row = ComparisonRow("transformers", 10, float("nan"), [], 5.0, 1.0, True, {})
+    assert json.loads(json.dumps(row.record(), allow_nan=False))["tau"] is None
 
 
 def test_the_demo_shows_text_and_a_table():

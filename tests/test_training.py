@@ -265,6 +265,14 @@ def test_a_full_disk_stops_the_run_with_the_old_results_in_place(target, tmp_pat
             train(target, tmp_path / "new")
 
 
+def test_a_folder_of_the_users_is_refused_before_the_training_begins(target, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"output: expected a new or empty folder, .* which holds notes.txt"):
+        train_drafter("medusa", target, tmp_path / "no such texts.jsonl", tmp_path / "mine")
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "precious"
+
+
 def test_recipes_reach_the_optimiser(target, tmp_path, monkeypatch):
     recipe = Recipe(learning_rate=0.5, betas=(0.7, 0.8), weight_decay=0.3, clip_value=1e-4, schedule="linear",
                     warmup_ratio=0.5, final_lr_ratio=0.2)  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
+from specdec.bench import cost
 from specdec.bench.harness import BenchOp, Call, Provider
 from specdec.bench.kernels import bench_accept_rejection
 from specdec.bench.shapes import StepShape
@@ -53,13 +53,10 @@ OPS = {
     )
     for name in ("usual", "rejecting")
 }
-SHAPES = shapes.step_shapes(
-    models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[1:3], contexts=[2048]
-)
 
 
 @pytest.mark.parametrize("provider", ["reference", "triton"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", bench_accept_rejection.SHAPES, ids=str)
 @pytest.mark.parametrize("kind", OPS)
 def bench_accept_traversal(benchmark: Any, kind: str, provider: str, shape: StepShape) -> None:
     """Time one provider at one shape."""

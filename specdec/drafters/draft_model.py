@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch.nn import functional
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 from transformers import PreTrainedModel
 
 from specdec.candidates import Candidates, Choose
@@ -138,7 +138,7 @@ class DraftModel(Drafter):
 
     def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [B, M, V] over the target's vocabulary."""
-        return logits if self._missing == 0 else functional.pad(logits, (0, self._missing), value=-torch.inf)
+        return logits if self._missing == 0 else F.pad(logits, (0, self._missing), value=-torch.inf)
 
 
 @dataclass(frozen=True, slots=True)
