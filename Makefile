@@ -35,7 +35,7 @@ test: $(STAMP) ## Run the tests; those that need a GPU are skipped without one.
 	@! command -v nvidia-smi >/dev/null || $(VENV)/bin/pytest -m gpu $(PYTEST_ARGS)
 
 fuzz: $(STAMP) ## Make 10,000 random calls of generate; FUZZ_ARGS gives --first-seed and --num-calls.
-	@$(VENV)/bin/python tests/fuzz.py $(FUZZ_ARGS)
+	@PYTHONPATH=tests $(VENV)/bin/python -m lib.fuzz $(FUZZ_ARGS)
 
 check: $(STAMP) ## Lint, format, types, spelling, architecture.
 	@$(VENV)/bin/ruff check .

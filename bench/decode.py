@@ -9,7 +9,7 @@ tau)? How far is a step from the bytes that it must read, and which phase takes 
     python -m specdec.bench.decode --dry --output decode.jsonl             # every part of it, tiny, on the CPU
 
 The bundled model and its drafters are trained. The large shapes have random weights, drafters at their published sizes
-included, and *synthetic acceptance* (`bench/synthetic.py`), as every record, table and picture says.
+included, and *synthetic acceptance* (`bench/decoding/synthetic.py`), as every record, table and picture says.
 
 An arm is one way to decode; a cell is one model, batch size and context with every arm in it. The most telling cells
 and arms come first, every record is written at once, and each cell has its share of the time, so that a run which is
@@ -32,18 +32,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specdec.bench.decode_cells import Cell, run_cell
-from specdec.bench.machine import measure_machine
-from specdec.bench.provenance import append_record
-from specdec.bench.random_models import DRAFTERS, random_drafter, random_target
-from specdec.bench.shapes import MODELS, TINY, ModelShape
-from specdec.bench.synthetic import PROFILES
-from specdec.bench.timeline import middle_steps, timeline_svg
-from specdec.bench.traffic import count_reads
-from specdec.checkpoints import load_drafter
-from specdec.drafters.base import Drafter
-from specdec.models.target import Target
-from specdec.tiny import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
+from specdec.bench.common.machine import measure_machine
+from specdec.bench.common.provenance import append_record
+from specdec.bench.common.shapes import MODELS, TINY, ModelShape
+from specdec.bench.decoding.cells import Cell, run_cell
+from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
+from specdec.bench.decoding.synthetic import PROFILES
+from specdec.bench.decoding.timeline import middle_steps, timeline_svg
+from specdec.bench.decoding.traffic import count_reads
+from specdec.bundled.load import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
+from specdec.drafters.load import load_drafter
+from specdec.drafting.base import Drafter
+from specdec.models.target.target import Target
 
 __all__ = ["cells", "main", "order"]
 

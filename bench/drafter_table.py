@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec.tiny import TINY_FOLDER, bundled_drafters
+from specdec.bundled.load import TINY_FOLDER, bundled_drafters
 
 __all__ = ["drafter_table", "main"]
 

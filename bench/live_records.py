@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.provenance import append_record
+from specdec.bench.common.provenance import append_record
 
 __all__ = ["pytest_addoption", "pytest_runtest_makereport"]
 

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from specdec.bench.provenance import append_record, provenance
-from specdec.bench.shapes import BATCHES, CONTEXTS, MODELS, ModelShape
+from specdec.bench.common.provenance import append_record, provenance
+from specdec.bench.common.shapes import BATCHES, CONTEXTS, MODELS, ModelShape
 from specdec.bench.stages import Outcome, Stage, run_stages
 from specdec.bench.summary import summarize
 
@@ -63,7 +63,7 @@ def stages(folder: Path, *, dry: bool) -> list[Stage]:
     tiny = ["--dry"] if dry else []
 
     def measurement(name: str, least_s: float, most_s: float, *arguments: str, part: str = "") -> Stage:
-        stage = name + part
+        stage = name.rpartition(".")[2] + part
         command = [*module, f"specdec.bench.{name}", *arguments, "--output", str(folder / f"{stage}.jsonl")]
         return Stage(stage, {stage: command}, least_s, most_s)
 
@@ -75,7 +75,7 @@ def stages(folder: Path, *, dry: bool) -> list[Stage]:
     benchmarks = _benchmarks(folder, dry=dry)
     # the usual step of the smallest model first; a dry run has one stage for all of decoding
     found = [
-        measurement("machine", 30, 120, *tiny),
+        measurement("common.machine", 30, 120, *tiny),
         _tests(folder, dry=dry),
         measurement("small_m", 30, 240, *tiny),
         *benchmarks[:1],
@@ -101,7 +101,7 @@ def _pytest(*arguments: str | Path) -> list[str]:
 
 def _tests(folder: Path, *, dry: bool) -> Stage:
     """The tests that run on a GPU, a process per file: one that loses the GPU's context takes no other with it."""
-    files = sorted([*(_ROOT / "tests").glob("test_*_gpu.py"), *(_ROOT / "tests" / "kernels").glob("test_*.py")])
+    files = sorted([*(_ROOT / "tests").rglob("test_*_gpu.py"), *(_ROOT / "tests" / "kernels").glob("test_*.py")])
     if dry:
         files = [file for file in files if file.stem == _DRY_TEST]
     return Stage(
@@ -131,7 +131,7 @@ def _benchmarks(folder: Path, *, dry: bool) -> list[Stage]:
 def _race_check(*, dry: bool) -> Stage:
     tool = "compute-sanitizer"
     watcher = [] if dry else [tool, "--tool", "racecheck", "--error-exitcode", "1"]
-    command = [*watcher, sys.executable, "-m", "specdec.bench.race_check"]
+    command = [*watcher, sys.executable, "-m", "specdec.bench.compiled.race_check"]
     missing = None if dry or shutil.which(tool) else f"{tool} is not on the PATH"
     return Stage("race_check", {"race_check": command}, 30, 180, unavailable=missing)
 

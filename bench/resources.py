@@ -1,7 +1,7 @@
 """What every kernel compiles to at the shapes that matter, compared with a committed table; needs no GPU.
 
     python -m specdec.bench.resources            # compile for all architectures and compare
-    python -m specdec.bench.resources --update   # write the tables, bench/resources/<architecture>.json
+    python -m specdec.bench.resources --update   # write the tables, bench/compiled/tables/<architecture>.json
 
 A kernel fails if it spills registers or exceeds the shared memory of an architecture. Against the table it fails if it
 takes many more registers, uses other tensor-core instructions or loses asynchronous copies. The numbers depend on
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import triton
 
-from specdec.bench.compile_only import CompiledKernel, compile_launches
-from specdec.bench.shapes import LLAMA_2_7B, LLAMA_3_8B, TINY, VICUNA_13B, ModelShape, TreeSize
+from specdec.bench.common.shapes import LLAMA_2_7B, LLAMA_3_8B, TINY, VICUNA_13B, ModelShape, TreeSize
+from specdec.bench.compiled.compile_only import CompiledKernel, compile_launches
 from specdec.kernels import accept_greedy, add_rms_norm, kv_compact, rms_norm, tree_attention, tree_expand
 from specdec.kernels.accept_naive import accept_naive
 from specdec.kernels.accept_rejection import accept_rejection
@@ -374,7 +374,7 @@ def read_table(name: str) -> tuple[str, dict[str, CompiledKernel]]:
 
 
 def _table_path(name: str) -> Path:
-    return Path(__file__).parent / "resources" / f"{name}.json"
+    return Path(__file__).parent / "compiled" / "tables" / f"{name}.json"
 
 
 def _write_table(name: str, kernels: Mapping[str, CompiledKernel]) -> None:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 
-from specdec.bench.cost import Cost, Machine
-from specdec.bench.machine import limits, measure_machine, require_gpu
-from specdec.bench.provenance import append_record
-from specdec.bench.shapes import MODELS, TINY, ModelShape
-from specdec.bench.timing import Call, time_calls
+from specdec.bench.common.cost import Cost, Machine
+from specdec.bench.common.machine import limits, measure_machine, require_gpu
+from specdec.bench.common.provenance import append_record
+from specdec.bench.common.shapes import MODELS, TINY, ModelShape
+from specdec.bench.common.timing import Call, time_calls
 
 __all__ = ["NUM_ROWS", "linear_cost", "main", "matrices"]
 

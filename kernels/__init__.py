@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from specdec.kernels.accept_rejection import accept_rejection
     from specdec.kernels.accept_traversal import accept_traversal
     from specdec.kernels.accept_typical import accept_typical
+    from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
+    from specdec.kernels.common.launch import Backend, LaunchConfig
+    from specdec.kernels.common.topk import TopK
+    from specdec.kernels.common.verdict import Verdict
     from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
-    from specdec.kernels.dynamic_tree import Beam, RerankedTree
     from specdec.kernels.kv_compact import kv_compact
-    from specdec.kernels.launch import Backend, LaunchConfig
     from specdec.kernels.lm_head_topk import lm_head_topk
     from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
     from specdec.kernels.plan_splits import plan_splits
@@ -34,11 +36,9 @@ if TYPE_CHECKING:
     from specdec.kernels.sample_probs import sample_probs, sample_race, warp_logits
     from specdec.kernels.skinny_linear import skinny_linear
     from specdec.kernels.swiglu import swiglu
-    from specdec.kernels.topk import TopK
     from specdec.kernels.tree_attention import tree_attention
     from specdec.kernels.tree_expand import tree_expand
     from specdec.kernels.tree_rerank import beam_step, tree_rerank
-    from specdec.kernels.verdict import Verdict
 
 __all__ = [
     "Backend",
@@ -75,12 +75,12 @@ __all__ = [
 
 # Every other name lives in a module of its own name.
 _MODULES = {
-    "Backend": "launch",
-    "Beam": "dynamic_tree",
-    "LaunchConfig": "launch",
-    "RerankedTree": "dynamic_tree",
-    "TopK": "topk",
-    "Verdict": "verdict",
+    "Backend": "common.launch",
+    "Beam": "common.dynamic_tree",
+    "LaunchConfig": "common.launch",
+    "RerankedTree": "common.dynamic_tree",
+    "TopK": "common.topk",
+    "Verdict": "common.verdict",
     "add_rms_norm": "rms_norm",
     "beam_step": "tree_rerank",
     "draft_heads_concat": "draft_heads",

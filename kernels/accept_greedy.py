@@ -27,13 +27,13 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_tensor
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
-from specdec.kernels.primitives import load_parents, store_verdict
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.primitives import load_parents, store_verdict
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import check_walk, empty_verdict
 from specdec.kernels.reference.accept_greedy import accept_greedy as accept_greedy_reference
-from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import check_walk, empty_verdict
 
 __all__ = ["accept_greedy"]
 

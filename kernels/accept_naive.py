@@ -26,14 +26,14 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
 from specdec.kernels.accept_greedy import accept_greedy
-from specdec.kernels.check import check_tensor
-from specdec.kernels.launch import Backend, on_device, resolve_backend
-from specdec.kernels.primitives import load_logits, pick, pick_tile, softmax_tiles, tile_masses, tiles_config
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.launch import Backend, on_device, resolve_backend
+from specdec.kernels.common.primitives import load_logits, pick, pick_tile, softmax_tiles, tile_masses, tiles_config
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import check_logits, check_walk, empty_verdict
 from specdec.kernels.reference.accept_naive import accept_naive as accept_naive_reference
-from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import check_logits, check_walk, empty_verdict
 
 __all__ = ["accept_naive"]
 

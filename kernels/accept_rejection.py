@@ -38,9 +38,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
-from specdec.kernels.primitives import (
+from specdec.kernels.common import library
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.primitives import (
     load_logits,
     load_parents,
     pick,
@@ -51,9 +51,9 @@ from specdec.kernels.primitives import (
     store_verdict,
     tiles_config,
 )
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import RESIDUAL_FLOOR, check_draft_laws, check_walk, empty_verdict
 from specdec.kernels.reference.accept_rejection import accept_rejection as accept_rejection_reference
-from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import RESIDUAL_FLOOR, check_draft_laws, check_walk, empty_verdict
 
 __all__ = ["accept_rejection"]
 

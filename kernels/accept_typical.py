@@ -29,10 +29,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_tensor
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
-from specdec.kernels.primitives import (
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.primitives import (
     load_logits,
     load_parents,
     pick,
@@ -42,9 +42,9 @@ from specdec.kernels.primitives import (
     tile_masses,
     tiles_config,
 )
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import check_logits, check_walk, empty_verdict
 from specdec.kernels.reference.accept_typical import accept_typical as accept_typical_reference
-from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import check_logits, check_walk, empty_verdict
 
 __all__ = ["accept_typical"]
 

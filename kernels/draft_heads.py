@@ -29,12 +29,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_tensor
-from specdec.kernels.launch import Backend, on_device, resolve_backend
-from specdec.kernels.reference import draft_heads as reference
-from specdec.kernels.skinny_linear import _launch_linear
-from specdec.kernels.weight_first import (
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.launch import Backend, on_device, resolve_backend
+from specdec.kernels.common.weight_first import (
     add_splits,
     arrives_last,
     choose_splits,
@@ -44,6 +42,8 @@ from specdec.kernels.weight_first import (
     split_workspace,
     weight_first_tiles,
 )
+from specdec.kernels.reference import draft_heads as reference
+from specdec.kernels.skinny_linear import _launch_linear
 
 __all__ = ["MAX_PARTS", "draft_heads", "draft_heads_concat"]
 

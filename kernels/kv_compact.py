@@ -23,9 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_tensor
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.kv_compact import kv_compact as kv_compact_reference
 
 __all__ = ["kv_compact"]

@@ -28,13 +28,13 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_tensor
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.topk import TopK
+from specdec.kernels.common.weight_first import weight_first_dot
 from specdec.kernels.reference.lm_head_topk import lm_head_topk as lm_head_topk_reference
 from specdec.kernels.skinny_linear import MAX_ROWS, skinny_linear
-from specdec.kernels.topk import TopK
-from specdec.kernels.weight_first import weight_first_dot
 
 __all__ = ["MAX_K", "MAX_VOCAB", "lm_head_topk"]
 

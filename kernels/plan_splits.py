@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_num_nodes, check_tensor
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_num_nodes, check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.plan_splits import plan_splits as plan_splits_reference
 
 __all__ = ["plan_splits"]

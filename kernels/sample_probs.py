@@ -36,12 +36,12 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_tensor
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
-from specdec.kernels.primitives import TILE, load_logits, load_parents
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.primitives import TILE, load_logits, load_parents
+from specdec.kernels.common.walk import check_logits, check_walk
 from specdec.kernels.reference import sample_probs as reference
-from specdec.kernels.walk import check_logits, check_walk
 
 __all__ = ["sample_probs", "sample_race", "warp_logits"]
 

@@ -23,11 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_tensor
-from specdec.kernels.launch import Backend, on_device, resolve_backend
-from specdec.kernels.reference.skinny_linear import skinny_linear as skinny_linear_reference
-from specdec.kernels.weight_first import (
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.launch import Backend, on_device, resolve_backend
+from specdec.kernels.common.weight_first import (
     add_splits,
     arrives_last,
     choose_splits,
@@ -38,6 +37,7 @@ from specdec.kernels.weight_first import (
     weight_first_dot,
     weight_first_tiles,
 )
+from specdec.kernels.reference.skinny_linear import skinny_linear as skinny_linear_reference
 
 __all__ = ["MAX_ROWS", "skinny_linear"]
 

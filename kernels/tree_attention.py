@@ -28,9 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import MAX_NODES, check_tensor
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common import library
+from specdec.kernels.common.check import MAX_NODES, check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
 
 __all__ = ["tree_attention"]

@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_num_nodes, check_tensor
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_num_nodes, check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.tree_expand import tree_expand as tree_expand_reference
 
 __all__ = ["tree_expand"]

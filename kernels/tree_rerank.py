@@ -13,7 +13,7 @@ Shapes:     B requests, M lists of R candidates; candidate i = m * R + r is rank
             beam_logps  [B, M]     fp32, log-probability of the path that list m continues
             parent      [B, M]     int32, index of the candidate whose children list m holds; -1: the root's
             root        [B]        int32, the last emitted token
-            the results are described in kernels/dynamic_tree.py
+            the results are described in kernels/common/dynamic_tree.py
 Cost:       both read up to (token bytes + 4) * M * R; beam_step writes 4 * M * R, tree_rerank 4 * N * (4 + N / 32).
             A few kB: bound by latency, one program per request
 Padding:    a candidate of -inf or NaN, below such a one or deeper than max_depth is never chosen; places without a
@@ -26,10 +26,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels import library
-from specdec.kernels.check import check_num_nodes, check_parent, check_tensor
-from specdec.kernels.dynamic_tree import Beam, RerankedTree
-from specdec.kernels.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common import library
+from specdec.kernels.common.check import check_num_nodes, check_parent, check_tensor
+from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference import tree_rerank as reference
 
 __all__ = ["MAX_POOL", "beam_step", "tree_rerank"]

@@ -10,42 +10,42 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from specdec.acceptance import AcceptanceStats, Greedy, Naive, Rejection, Traversal, Typical
-    from specdec.checking import CheckReport, check
-    from specdec.checkpoints import load_drafter
-    from specdec.custom_generate import hf_generate
-    from specdec.decoder import Decoder, DecodeResult
-    from specdec.draft_tree import DraftTree
-    from specdec.drafters.base import Drafter
-    from specdec.generation import SpecDecodeOutput, generate
-    from specdec.kernels.verdict import Verdict
-    from specdec.models.target import Target
-    from specdec.tiny import load_tiny
-    from specdec.trees import TreeShape, as_tree_shape, preset_names
+    from specdec.bundled.load import load_tiny
+    from specdec.drafters.load import load_drafter
+    from specdec.drafting.base import Drafter
+    from specdec.drafting.draft_tree import DraftTree
+    from specdec.evaluation.checking import CheckReport, check
+    from specdec.generation.generate import SpecDecodeOutput, generate
+    from specdec.generation.hf_generate import hf_generate
+    from specdec.kernels.common.verdict import Verdict
+    from specdec.loop.decoder import Decoder, DecodeResult
+    from specdec.loop.rules import AcceptanceStats, Greedy, Naive, Rejection, Traversal, Typical
+    from specdec.models.target.target import Target
+    from specdec.trees.shape import TreeShape, as_tree_shape, preset_names
 
 _HOMES = {
-    "AcceptanceStats": "specdec.acceptance",
-    "CheckReport": "specdec.checking",
-    "DecodeResult": "specdec.decoder",
-    "Decoder": "specdec.decoder",
-    "DraftTree": "specdec.draft_tree",
-    "Drafter": "specdec.drafters.base",
-    "Greedy": "specdec.acceptance",
-    "Naive": "specdec.acceptance",
-    "Rejection": "specdec.acceptance",
-    "SpecDecodeOutput": "specdec.generation",
-    "Target": "specdec.models.target",
-    "Traversal": "specdec.acceptance",
-    "TreeShape": "specdec.trees",
-    "Typical": "specdec.acceptance",
-    "Verdict": "specdec.kernels.verdict",
-    "as_tree_shape": "specdec.trees",
-    "check": "specdec.checking",
-    "generate": "specdec.generation",
-    "hf_generate": "specdec.custom_generate",
-    "load_drafter": "specdec.checkpoints",
-    "load_tiny": "specdec.tiny",
-    "preset_names": "specdec.trees",
+    "AcceptanceStats": "specdec.loop.rules",
+    "CheckReport": "specdec.evaluation.checking",
+    "DecodeResult": "specdec.loop.decoder",
+    "Decoder": "specdec.loop.decoder",
+    "DraftTree": "specdec.drafting.draft_tree",
+    "Drafter": "specdec.drafting.base",
+    "Greedy": "specdec.loop.rules",
+    "Naive": "specdec.loop.rules",
+    "Rejection": "specdec.loop.rules",
+    "SpecDecodeOutput": "specdec.generation.generate",
+    "Target": "specdec.models.target.target",
+    "Traversal": "specdec.loop.rules",
+    "TreeShape": "specdec.trees.shape",
+    "Typical": "specdec.loop.rules",
+    "Verdict": "specdec.kernels.common.verdict",
+    "as_tree_shape": "specdec.trees.shape",
+    "check": "specdec.evaluation.checking",
+    "generate": "specdec.generation.generate",
+    "hf_generate": "specdec.generation.hf_generate",
+    "load_drafter": "specdec.drafters.load",
+    "load_tiny": "specdec.bundled.load",
+    "preset_names": "specdec.trees.shape",
 }
 
 __all__ = [

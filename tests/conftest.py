@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from interpreter import mend_interpreter
+from lib.interpreter import mend_interpreter
 
 mend_interpreter()
 

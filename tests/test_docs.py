@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specdec.bench.drafter_table import drafter_table
-from specdec.tiny import TINY_FOLDER
+from specdec.bundled.load import TINY_FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the README names, and what stands in for it on a machine without a GPU or a network.

@@ -50,7 +50,7 @@ def test_bare_name_gives_the_installed_package(other_kernels):
 @pytest.mark.parametrize("order", ["kernels, specdec.kernels", "specdec.kernels, kernels"])
 def test_both_packages_live_side_by_side(other_kernels, order):
     code = f"import {order}; print(kernels.__version__, specdec.kernels.Verdict.__module__)"
-    assert run_in_root(code, other_kernels) == "0.10.3 specdec.kernels.verdict"
+    assert run_in_root(code, other_kernels) == "0.10.3 specdec.kernels.common.verdict"
 
 
 def test_without_the_installed_package_the_bare_name_offers_nothing():

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.accept_greedy import accept_greedy
+from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.reference.accept_greedy import accept_greedy as accept_greedy_reference
-from specdec.kernels.verdict import Verdict
 
 
 def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import StepShape
 from specdec.bench.kernels.bench_accept_greedy import compare_paths
-from specdec.bench.shapes import StepShape
 from specdec.kernels.accept_naive import accept_naive
+from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.reference.accept_naive import accept_naive as accept_naive_reference
-from specdec.kernels.verdict import Verdict
 
 
 def peaked_logits(shape: StepShape, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.accept_rejection import accept_rejection
 from specdec.kernels.reference.accept_rejection import accept_rejection as accept_rejection_reference
 

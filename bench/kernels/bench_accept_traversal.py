@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost
-from specdec.bench.harness import BenchOp, Call, Provider
+from specdec.bench.common import cost
+from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.shapes import StepShape
 from specdec.bench.kernels import bench_accept_rejection
-from specdec.bench.shapes import StepShape
 from specdec.kernels.accept_traversal import accept_traversal
 from specdec.kernels.reference.accept_traversal import accept_traversal as accept_traversal_reference
-from specdec.traversal import TraversalTables
-from specdec.trees import TreeShape
+from specdec.trees.shape import TreeShape
+from specdec.trees.traversal import TraversalTables
 
 
 def make_inputs(rejecting: bool, shape: StepShape, generator: torch.Generator) -> Call:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import StepShape
 from specdec.bench.kernels.bench_accept_naive import make_inputs as make_naive_inputs
-from specdec.bench.shapes import StepShape
 from specdec.kernels.accept_typical import accept_typical
+from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.reference.accept_typical import accept_typical as accept_typical_reference
-from specdec.kernels.verdict import Verdict
 
 
 def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.reference import draft_heads as reference
 

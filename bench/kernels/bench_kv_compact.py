@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.kv_compact import kv_compact
 from specdec.kernels.reference.kv_compact import kv_compact as kv_compact_reference
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import StepShape
+from specdec.kernels.common.topk import TopK
 from specdec.kernels.lm_head_topk import lm_head_topk
 from specdec.kernels.reference.lm_head_topk import lm_head_topk as lm_head_topk_reference
-from specdec.kernels.topk import TopK
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.plan_splits import plan_splits
 from specdec.kernels.reference.plan_splits import plan_splits as plan_splits_reference
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.reference import rms_norm as reference
 from specdec.kernels.rms_norm import add_rms_norm, rms_norm
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.reference.rope_kv_write import rope_kv_write as rope_kv_write_reference
 from specdec.kernels.rope_kv_write import rope_kv_write
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.reference import sample_probs as reference
 from specdec.kernels.sample_probs import sample_race, warp_logits
 

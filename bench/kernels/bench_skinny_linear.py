@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
-from specdec.bench.shapes import ModelShape, StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import ModelShape, StepShape
 from specdec.kernels.reference.skinny_linear import skinny_linear as skinny_linear_reference
 from specdec.kernels.skinny_linear import skinny_linear
 

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider, compiled
-from specdec.bench.shapes import StepShape
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.shapes import StepShape
 from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
 from specdec.kernels.tree_attention import tree_attention
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import cost, shapes
-from specdec.bench.harness import BenchOp, Call, Provider
-from specdec.bench.shapes import StepShape
-from specdec.kernels.dynamic_tree import Beam, RerankedTree
+from specdec.bench.common import cost, shapes
+from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.shapes import StepShape
+from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
 from specdec.kernels.reference import tree_rerank as reference
 from specdec.kernels.tree_rerank import beam_step, tree_rerank
 

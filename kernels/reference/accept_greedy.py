@@ -6,7 +6,7 @@ than any chain of tensor operations.
 
 import torch
 
-from specdec.kernels.verdict import Verdict
+from specdec.kernels.common.verdict import Verdict
 
 __all__ = ["accept_greedy"]
 

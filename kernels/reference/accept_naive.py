@@ -2,9 +2,9 @@
 
 import torch
 
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import draw, softmax_masses
 from specdec.kernels.reference.accept_greedy import accept_greedy
-from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import draw, softmax_masses
 
 __all__ = ["accept_naive"]
 

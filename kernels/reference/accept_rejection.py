@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import RESIDUAL_FLOOR, cut_verdict, draw, softmax_masses
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import RESIDUAL_FLOOR, cut_verdict, draw, softmax_masses
 
 __all__ = ["accept_rejection", "sibling_tries"]
 

@@ -3,15 +3,15 @@
 It is the paper's algorithm 1 with laws over the vocabulary that are subtracted and normalised again after every child.
 No weight depends on a decision, and what a node makes of its own arrival weight, laws and children asks for nothing
 that happens below it: so the nodes of one depth are computed at once, with a loop over the places of their children.
-tests/test_traversal.py has the recursion of the paper, node by node, and proves the law by enumeration.
+tests/loop/test_traversal.py has the recursion of the paper, node by node, and proves the law by enumeration.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import RESIDUAL_FLOOR, cut_verdict, draw, softmax_masses
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import RESIDUAL_FLOOR, cut_verdict, draw, softmax_masses
 
 __all__ = ["accept_traversal", "traversal_weights"]
 

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from specdec.kernels.verdict import Verdict
-from specdec.kernels.walk import cut_verdict, draw, softmax_masses
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import cut_verdict, draw, softmax_masses
 
 __all__ = ["accept_typical"]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.kernels.topk import TopK
+from specdec.kernels.common.topk import TopK
 
 __all__ = ["lm_head_topk"]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.kernels.philox import philox
+from specdec.kernels.common.philox import philox
 
 __all__ = ["philox_exponential", "philox_uniform"]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.kernels.philox import philox
+from specdec.kernels.common.philox import philox
 
 __all__ = ["sample_probs", "sample_race", "warp_logits"]
 

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from specdec.kernels.dynamic_tree import Beam, RerankedTree
+from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
 
 __all__ = ["beam_step", "tree_rerank"]
 

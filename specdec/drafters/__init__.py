@@ -1,1 +1,1 @@
-"""Drafters: each proposes one draft tree per row and step."""
+"""The drafters, one file per kind, the table of kinds, and the way from a name or a folder to a drafter."""

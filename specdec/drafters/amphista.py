@@ -12,16 +12,16 @@ from typing import ClassVar
 
 import torch
 
-from specdec.candidates import Choose, choose_from
-from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt, Room
-from specdec.drafters.network import NetworkDrafter
-from specdec.kernels.verdict import Verdict
-from specdec.models.amphista import AmphistaConfig, AmphistaNetwork
-from specdec.models.cache import KVCache
-from specdec.models.feature_prefix import FeaturePrefix, Pairs
-from specdec.models.target import PrefillOutput, Target, TargetOutput
-from specdec.trees import TreeShape
+from specdec.drafting.base import Prompt, Room
+from specdec.drafting.candidates import Choose, choose_from
+from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.network import NetworkDrafter
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import KVCache
+from specdec.models.networks.amphista import AmphistaConfig, AmphistaNetwork
+from specdec.models.networks.prefix import FeaturePrefix, Pairs
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.shape import TreeShape
 
 __all__ = ["Amphista"]
 

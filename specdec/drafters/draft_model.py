@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 from transformers import PreTrainedModel
 
-from specdec.candidates import Candidates, Choose
-from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Drafter, Prompt, Room
-from specdec.files import replace_folder
-from specdec.kernels.verdict import Verdict
-from specdec.models.target import PrefillOutput, Target, TargetOutput
-from specdec.trees import MAX_NODES, TreeShape
+from specdec.common.files import replace_folder
+from specdec.drafting.base import Drafter, Prompt, Room
+from specdec.drafting.candidates import Candidates, Choose
+from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.shape import MAX_NODES, TreeShape
 
 __all__ = ["DraftModel"]
 

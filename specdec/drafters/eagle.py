@@ -19,21 +19,21 @@ from typing import ClassVar
 
 import torch
 
-from specdec.candidates import Candidates, Choose, choose_from
-from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt, Room
-from specdec.drafters.network import NetworkDrafter
-from specdec.dynamic_tree import DynamicTree
+from specdec.drafting.base import Prompt, Room
+from specdec.drafting.candidates import Candidates, Choose, choose_from
+from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.network import NetworkDrafter
+from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.tree_rerank import MAX_POOL, beam_step, tree_rerank
-from specdec.kernels.verdict import Verdict
-from specdec.models.cache import KVCache
-from specdec.models.draft_layer import CachedAttention
-from specdec.models.eagle import EagleConfig, EagleNetwork, default_tap_layers
-from specdec.models.feature_prefix import FeaturePrefix
-from specdec.models.lm_heads import LMHeads
-from specdec.models.target import PrefillOutput, Target, TargetOutput
-from specdec.tree_levels import plan_levels
-from specdec.trees import MAX_NODES, TreeShape
+from specdec.models.common.cache import KVCache
+from specdec.models.common.lm_heads import LMHeads
+from specdec.models.networks.eagle import EagleConfig, EagleNetwork, default_tap_layers
+from specdec.models.networks.layer import CachedAttention
+from specdec.models.networks.prefix import FeaturePrefix
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.dynamic import DynamicTree
+from specdec.trees.levels import plan_levels
+from specdec.trees.shape import MAX_NODES, TreeShape
 
 __all__ = ["Eagle"]
 

@@ -19,17 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.candidates import Candidates, Choose, choose_from
-from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt, Room
-from specdec.drafters.network import NetworkDrafter
-from specdec.kernels.verdict import Verdict
-from specdec.models.cache import KVCache
-from specdec.models.draft_layer import CachedAttention
-from specdec.models.falcon import FalconConfig, FalconNetwork
-from specdec.models.feature_prefix import FeaturePrefix
-from specdec.models.target import PrefillOutput, Target, TargetOutput
-from specdec.trees import MAX_NODES, TreeShape
+from specdec.drafting.base import Prompt, Room
+from specdec.drafting.candidates import Candidates, Choose, choose_from
+from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.network import NetworkDrafter
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import KVCache
+from specdec.models.networks.falcon import FalconConfig, FalconNetwork
+from specdec.models.networks.layer import CachedAttention
+from specdec.models.networks.prefix import FeaturePrefix
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.shape import MAX_NODES, TreeShape
 
 __all__ = ["Falcon"]
 

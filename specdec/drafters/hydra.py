@@ -13,17 +13,17 @@ from typing import ClassVar
 
 import torch
 
-from specdec.candidates import Candidates, Choose
-from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt, Room
-from specdec.drafters.network import NetworkDrafter
-from specdec.kernels.verdict import Verdict
-from specdec.models.cache import KVCache
-from specdec.models.feature_prefix import FeaturePrefix
-from specdec.models.hydra import HydraConfig, HydraNetwork
-from specdec.models.target import PrefillOutput, Target, TargetOutput
-from specdec.tree_levels import plan_levels
-from specdec.trees import TreeShape
+from specdec.drafting.base import Prompt, Room
+from specdec.drafting.candidates import Candidates, Choose
+from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.network import NetworkDrafter
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import KVCache
+from specdec.models.networks.hydra import HydraConfig, HydraNetwork
+from specdec.models.networks.prefix import FeaturePrefix
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.levels import plan_levels
+from specdec.trees.shape import TreeShape
 
 __all__ = ["Hydra"]
 

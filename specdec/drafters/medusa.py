@@ -11,15 +11,15 @@ from typing import ClassVar
 
 import torch
 
-from specdec.candidates import Choose, choose_from
-from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Prompt, Room
-from specdec.drafters.network import NetworkDrafter
-from specdec.kernels.verdict import Verdict
-from specdec.models.draft_network import DraftNetwork
-from specdec.models.medusa import MedusaConfig, MedusaHeads
-from specdec.models.target import PrefillOutput, Target, TargetOutput
-from specdec.trees import TreeShape
+from specdec.drafting.base import Prompt, Room
+from specdec.drafting.candidates import Choose, choose_from
+from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.network import NetworkDrafter
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.networks.base import DraftNetwork
+from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.shape import TreeShape
 
 __all__ = ["Medusa"]
 

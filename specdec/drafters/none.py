@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from specdec.candidates import Choose
-from specdec.draft_tree import DraftTree, TreeTemplate
-from specdec.drafters.base import Drafter, Prompt, Room
-from specdec.kernels.verdict import Verdict
-from specdec.models.target import PrefillOutput, Target, TargetOutput
-from specdec.trees import TreeShape
+from specdec.drafting.base import Drafter, Prompt, Room
+from specdec.drafting.candidates import Choose
+from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.shape import TreeShape
 
 __all__ = ["NoDrafter"]
 

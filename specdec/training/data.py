@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specdec.models.target import Target
+from specdec.models.target.target import Target
 
 __all__ = ["MIN_TOKENS", "Sample", "Samples", "Texts", "collate", "read_prompts", "read_samples", "split_held_out"]
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.checkpoints import load_drafter
-from specdec.drafters.base import Drafter
-from specdec.generation import generate
-from specdec.models.target import Target
+from specdec.drafters.load import load_drafter
+from specdec.drafting.base import Drafter
+from specdec.generation.generate import generate
+from specdec.models.target.target import Target
 from specdec.training.data import read_prompts
 
 __all__ = ["continue_prompts", "distill"]

@@ -15,13 +15,13 @@ import torch
 from rich.progress import track
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from specdec.models.target import Target
+from specdec.models.target.target import Target
 from specdec.training.corpus import TokenWindows
 from specdec.training.data import Sample, Texts
 from specdec.training.distill import continue_prompts
-from specdec.training.recipes import Run
 from specdec.training.train import TauProbe, train_drafter
-from specdec.trees import TreeShape
+from specdec.training.trainer import Run
+from specdec.trees.shape import TreeShape
 
 __all__ = ["TINY_DRAFTERS", "TinyDrafter", "TinyTexts", "train_tiny_drafter", "write_texts"]
 

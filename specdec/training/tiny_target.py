@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import default_collate
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.files import replace_folder
+from specdec.common.files import replace_folder
 from specdec.training.corpus import Corpus, TokenWindows, train_tokenizer
 from specdec.training.objectives.base import Recipe
-from specdec.training.recipes import Run, forget_checkpoints, run_training
+from specdec.training.trainer import Run, forget_checkpoints, run_training
 
 __all__ = ["TinyTargetRecipe", "train_tiny_target"]
 

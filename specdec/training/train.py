@@ -17,19 +17,19 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
-from specdec.decoder import Decoder
-from specdec.drafter_folder import TargetRecord
-from specdec.drafter_kinds import objective_class, training_settings
-from specdec.drafters.base import Drafter
-from specdec.drafters.network import NetworkDrafter
-from specdec.dynamic_tree import AnyTreeLike, as_tree
-from specdec.files import check_replaceable, replace_file
-from specdec.models.target import Target
+from specdec.common.files import check_replaceable, replace_file
+from specdec.drafters.kinds import objective_class, training_settings
+from specdec.drafting.base import Drafter
+from specdec.drafting.folder import TargetRecord
+from specdec.drafting.network import NetworkDrafter
+from specdec.loop.decoder import Decoder
+from specdec.models.target.target import Target
 from specdec.training.curves import curves_svg, history_curves
 from specdec.training.data import Sample, Samples, Texts, collate
 from specdec.training.objectives.base import Objective, TrainingBatch
 from specdec.training.objectives.eagle import most_frequent_tokens
-from specdec.training.recipes import RecipeTrainer, Run, forget_checkpoints, last_checkpoint, run_training
+from specdec.training.trainer import RecipeTrainer, Run, forget_checkpoints, last_checkpoint, run_training
+from specdec.trees.dynamic import AnyTreeLike, as_tree
 
 __all__ = ["Labels", "TauProbe", "train_drafter"]
 

@@ -4,7 +4,8 @@ import importlib
 
 import pytest
 import torch
-from tiles import torch_tiles
+
+from lib.tiles import torch_tiles
 
 
 @pytest.fixture

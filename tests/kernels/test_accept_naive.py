@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import (
+
+from lib.laws import (
     DEVICE,
     FIELDS,
     NUM_TREES,
@@ -19,9 +20,8 @@ from laws import (
     random_logits,
     random_parents,
 )
-
 from specdec.kernels.accept_naive import accept_naive
-from specdec.kernels.primitives import tiles_config
+from specdec.kernels.common.primitives import tiles_config
 from specdec.kernels.reference.accept_greedy import accept_greedy as greedy_reference
 from specdec.kernels.reference.accept_naive import accept_naive as reference
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import (
+
+import specdec.kernels.reference.accept_rejection as definition
+from lib.laws import (
     DEVICE,
     FIELDS,
     NUM_TREES,
@@ -18,8 +20,6 @@ from laws import (
     random_logits,
     random_parents,
 )
-
-import specdec.kernels.reference.accept_rejection as definition
 from specdec.kernels.accept_rejection import _launch_config, accept_rejection
 from specdec.kernels.reference.accept_rejection import accept_rejection as reference
 

@@ -1,15 +1,24 @@
-"""kernels.accept_traversal against its eager reference; tests/test_traversal.py has the law of both."""
+"""kernels.accept_traversal against its eager reference; tests/loop/test_traversal.py has the law of both."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import DEVICE, FIELDS, assert_same, assert_sample_has_law, draw_tokens, int32, random_limits, random_logits
 
+from lib.laws import (
+    DEVICE,
+    FIELDS,
+    assert_same,
+    assert_sample_has_law,
+    draw_tokens,
+    int32,
+    random_limits,
+    random_logits,
+)
 from specdec.kernels.accept_traversal import _launch_config, accept_traversal
+from specdec.kernels.common.walk import draw
 from specdec.kernels.reference.accept_traversal import accept_traversal as reference
 from specdec.kernels.reference.accept_traversal import traversal_weights
-from specdec.kernels.walk import draw
 
 NAMES = (
     "tokens", "parent", "logits", "draft_logits", "draft_row", "uniform", "uniform_final", "order", "steps",

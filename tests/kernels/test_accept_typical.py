@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import (
+
+from lib.laws import (
     DEVICE,
     FIELDS,
     NUM_TREES,
@@ -18,7 +19,6 @@ from laws import (
     random_logits,
     random_parents,
 )
-
 from specdec.kernels.accept_typical import _launch_config, accept_typical
 from specdec.kernels.reference.accept_typical import accept_typical as reference
 

@@ -4,12 +4,12 @@ import inspect
 
 import pytest
 import torch
-from laws import assert_same, int32
-from test_library import CALLS, LAUNCHERS, call_of
 
-from specdec.kernels import walk
-from specdec.kernels.check import MAX_NODES, check_parent
-from specdec.kernels.dynamic_tree import RerankedTree
+from lib.laws import assert_same, int32
+from lib.op_calls import CALLS, LAUNCHERS, call_of
+from specdec.kernels.common import walk
+from specdec.kernels.common.check import MAX_NODES, check_parent
+from specdec.kernels.common.dynamic_tree import RerankedTree
 from specdec.kernels.reference import sample_probs as sample_reference
 from specdec.kernels.reference import tree_rerank as rerank_reference
 from specdec.kernels.reference.accept_greedy import accept_greedy as greedy_reference

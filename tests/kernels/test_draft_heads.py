@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close_to_reference
 
+from lib.tolerances import assert_close_to_reference
 from specdec.kernels.draft_heads import MAX_PARTS, draft_heads, draft_heads_concat
 from specdec.kernels.reference import draft_heads as reference
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import FLOOR, assert_close_to_reference
 
+from lib.tolerances import FLOOR, assert_close_to_reference
 from specdec.kernels.lm_head_topk import MAX_K, _launch_config, _lm_head_merge_kernel, _merge_config, lm_head_topk
 from specdec.kernels.reference.lm_head_topk import lm_head_topk as reference
 

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import DEVICE, assert_sample_has_law
 
-from specdec.kernels.philox import philox
+from lib.laws import DEVICE, assert_sample_has_law
+from specdec.kernels.common.philox import philox
 from specdec.kernels.philox_uniform import _exponential, _launch_config, philox_exponential, philox_uniform
 from specdec.kernels.reference import philox_uniform as reference
 

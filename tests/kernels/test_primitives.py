@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from laws import DEVICE, int32, random_logits
-from tiles import torch_tiles
 
-from specdec.kernels.primitives import softmax_tiles, tiles_config
+from lib.laws import DEVICE, int32, random_logits
+from lib.tiles import torch_tiles
+from specdec.kernels.common.primitives import softmax_tiles, tiles_config
 
 
 @pytest.mark.parametrize("moment", [False, True])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close_to_reference
 
+from lib.tolerances import assert_close_to_reference
 from specdec.kernels.reference import rms_norm as reference
 from specdec.kernels.rms_norm import MAX_WIDTH, _launch_config, add_rms_norm, rms_norm
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close_to_reference
 
+from lib.tolerances import assert_close_to_reference
 from specdec.kernels.reference.rope_kv_write import rope_kv_write as reference
 from specdec.kernels.rope_kv_write import _launch_config, rope_kv_write
 

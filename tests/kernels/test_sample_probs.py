@@ -4,8 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import DEVICE, assert_sample_has_law, int32, random_logits, random_parents
-from tolerances import FLOOR
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -14,6 +12,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from lib.laws import DEVICE, assert_sample_has_law, int32, random_logits, random_parents
+from lib.tolerances import FLOOR
 from specdec.kernels.reference import sample_probs as reference
 from specdec.kernels.sample_probs import _launch_config, sample_probs, sample_race, warp_logits
 

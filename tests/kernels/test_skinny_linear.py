@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close_to_reference
 
+from lib.tolerances import assert_close_to_reference
+from specdec.kernels.common.weight_first import choose_splits, weight_first_tiles
 from specdec.kernels.reference.skinny_linear import skinny_linear as reference
 from specdec.kernels.skinny_linear import MAX_ROWS, skinny_linear
-from specdec.kernels.weight_first import choose_splits, weight_first_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

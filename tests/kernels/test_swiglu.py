@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close_to_reference
 
+from lib.tolerances import assert_close_to_reference
 from specdec.kernels.reference.swiglu import swiglu as reference
 from specdec.kernels.swiglu import _launch_config, swiglu
 

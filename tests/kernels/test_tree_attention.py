@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close_to_reference
 
+from lib.tolerances import assert_close_to_reference
 from specdec.kernels.reference.tree_attention import tree_attention as reference
 from specdec.kernels.tree_attention import _launch_config, _num_splits, tree_attention
 

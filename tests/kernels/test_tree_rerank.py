@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.kernels.check import MAX_NODES
+from specdec.kernels.common.check import MAX_NODES
 from specdec.kernels.reference import tree_rerank as reference
 from specdec.kernels.tree_rerank import MAX_POOL, _beam_config, _rerank_config, beam_step, tree_rerank
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 
 from specdec.drafters.amphista import Amphista
-from specdec.models.amphista import AmphistaConfig, AmphistaNetwork
-from specdec.models.draft_layer import MaskedAttention
-from specdec.models.target import Target
+from specdec.models.networks.amphista import AmphistaConfig, AmphistaNetwork
+from specdec.models.networks.layer import MaskedAttention
+from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
 
 __all__ = ["AmphistaObjective"]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from specdec.drafters.network import NetworkDrafter
-from specdec.dynamic_tree import DynamicTree
-from specdec.models.draft_network import DraftNetwork
-from specdec.models.target import Target
-from specdec.trees import TreeShape
+from specdec.drafting.network import NetworkDrafter
+from specdec.models.networks.base import DraftNetwork
+from specdec.models.target.target import Target
+from specdec.trees.dynamic import DynamicTree
+from specdec.trees.shape import TreeShape
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,9 +13,9 @@ import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec.drafters.draft_model import DraftModel
-from specdec.models.target import Target
+from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
-from specdec.trees import TreeShape
+from specdec.trees.shape import TreeShape
 
 if TYPE_CHECKING:
     from typing_extensions import Self

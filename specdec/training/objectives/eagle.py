@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 
 from specdec.drafters.eagle import Eagle
-from specdec.models.draft_layer import MaskedAttention
-from specdec.models.eagle import EagleConfig, EagleNetwork
-from specdec.models.target import Target
+from specdec.models.networks.eagle import EagleConfig, EagleNetwork
+from specdec.models.networks.layer import MaskedAttention
+from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, Recipe, TrainingBatch, refuse_unread
 
 if TYPE_CHECKING:

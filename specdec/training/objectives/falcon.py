@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 
 from specdec.drafters.falcon import Falcon
-from specdec.models.draft_layer import MaskedAttention
-from specdec.models.falcon import FalconConfig, FalconNetwork
-from specdec.models.target import Target
+from specdec.models.networks.falcon import FalconConfig, FalconNetwork
+from specdec.models.networks.layer import MaskedAttention
+from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
 
 __all__ = ["FalconObjective", "glance_at", "relaxed_mask"]

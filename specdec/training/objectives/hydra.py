@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 
 from specdec.drafters.hydra import Hydra
-from specdec.drafters.network import NetworkDrafter
-from specdec.models.draft_layer import MaskedAttention
-from specdec.models.hydra import HydraConfig, HydraNetwork
-from specdec.models.target import Target
+from specdec.drafting.network import NetworkDrafter
+from specdec.models.networks.hydra import HydraConfig, HydraNetwork
+from specdec.models.networks.layer import MaskedAttention
+from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 
 from specdec.drafters.medusa import Medusa
-from specdec.drafters.network import NetworkDrafter
-from specdec.models.medusa import MedusaConfig, MedusaHeads
-from specdec.models.target import Target
+from specdec.drafting.network import NetworkDrafter
+from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
+from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
 
 if TYPE_CHECKING:

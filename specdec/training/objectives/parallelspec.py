@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
 
-from specdec.checkpoints import load_drafter
 from specdec.drafters.eagle import Eagle
+from specdec.drafters.load import load_drafter
 from specdec.drafters.parallelspec import ParallelSpec
-from specdec.models.draft_layer import MaskedAttention
-from specdec.models.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
-from specdec.models.target import Target
+from specdec.models.networks.layer import MaskedAttention
+from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
+from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, Recipe, TrainingBatch, refuse_unread
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What all measurements share: shapes, costs, timing, the machine, where a number comes from."""

@@ -1,0 +1,1 @@
+"""Parts of the decoding benchmark: arms, cells, synthetic acceptance, random models, bytes that must move."""

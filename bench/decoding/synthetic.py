@@ -1,0 +1,172 @@
+"""Acceptance that is made up: speeds of drafters for which no trained weights of a size exist.
+
+A `SyntheticAcceptance` wraps a drafter. The drafter does all its work; then the tokens of its tree are replaced, on the
+device, such that the target follows one path of the tree to a depth that was drawn from a named profile, and no other
+node is right. The target scores the same number of nodes as ever. What is real: the work of drafter, target, acceptance
+and commit. What is not: tau. Every figure that comes from it says "synthetic acceptance".
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from specdec.drafting.base import Drafter, Prompt, Room
+from specdec.drafting.candidates import Choose
+from specdec.drafting.draft_tree import DraftTree
+from specdec.kernels.common.verdict import Verdict
+from specdec.loop.captured import new_drafter
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.shape import TreeShape
+
+__all__ = ["PROFILES", "AcceptanceProfile", "SyntheticAcceptance", "leftmost_path"]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceProfile:
+    """A law of how deep the target follows a tree.
+
+    Attributes:
+        name: name in reports.
+        acceptance_at_depth: entry d - 1 is the probability that a node at depth d is accepted, given that one at
+            depth d - 1 was; the last entry holds for all further depths.
+    """
+
+    name: str
+    acceptance_at_depth: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.acceptance_at_depth or not all(0 <= p <= 1 for p in self.acceptance_at_depth):
+            raise ValueError(
+                f"acceptance_at_depth: expected at least one probability, each from 0 to 1, "
+                f"got {self.acceptance_at_depth}"
+            )
+
+    def at(self, max_depth: int) -> np.ndarray:
+        """[max_depth] float64, the probability of every depth from 1 on."""
+        given = self.acceptance_at_depth[:max_depth]
+        return np.array([*given, *[self.acceptance_at_depth[-1]] * (max_depth - len(given))])
+
+    def tau(self, max_depth: int) -> float:
+        """Acceptance length of a long text with paths of this depth."""
+        return 1.0 + float(np.cumprod(self.at(max_depth)).sum())
+
+    def depths(self, batch_size: int, num_places: int, max_depth: int, seed: int) -> np.ndarray:
+        """[batch_size, num_places] int64, independent depths: how far a step that begins at a place gets."""
+        uniform = np.random.default_rng(seed).random((batch_size, num_places, max_depth))
+        return (uniform < self.at(max_depth)).cumprod(-1).sum(-1).astype(np.int64)
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        AcceptanceProfile("steady-75", (0.75,)),  # a drafter that continues its own guesses, such as EAGLE
+        AcceptanceProfile("fading-75", (0.75, 0.6, 0.5, 0.4)),  # independent heads, such as Medusa's
+        AcceptanceProfile("never", (0.0,)),
+        AcceptanceProfile("always", (1.0,)),
+    )
+}
+
+
+class SyntheticAcceptance(Drafter):
+    """A drafter at work, whose proposals are replaced by ones of a known acceptance.
+
+    Args:
+        drafter: what does the work.
+        continuation: [B, T] tokens that plain decoding emits after the prompts, first token included.
+        profile: how deep the target follows.
+        seed: of the depths; the depth of a step depends on its row and on how much text there is, on nothing else.
+    """
+
+    kind: ClassVar[str] = "synthetic"
+
+    def __init__(
+        self, drafter: Drafter, continuation: torch.Tensor, profile: AcceptanceProfile, *, seed: int = 0
+    ) -> None:
+        self.drafter = drafter
+        self.shape = drafter.shape
+        self.profile = profile
+        self.kind = drafter.kind  # type: ignore[misc]  # errors name the drafter
+        self._path = leftmost_path(drafter.shape) if isinstance(drafter.shape, TreeShape) else None
+        self.planted_depth = drafter.shape.max_depth if self._path is None else len(self._path) - 1
+        depths = profile.depths(continuation.shape[0], continuation.shape[1], self.planted_depth, seed)
+        self._continuation = continuation.int()
+        self._depths = torch.from_numpy(depths)
+
+    def bind(self, target: Target) -> None:
+        """Bind the drafter and place the tables on its device."""
+        self.drafter.bind(target)
+        self._vocab_size = target.vocab_size
+        self._continuation = self._continuation.to(target.device)
+        self._depths = self._depths.to(target.device)
+        if self._path is not None and isinstance(self.shape, TreeShape):
+            on_path = np.isin(np.arange(self.shape.num_nodes), self._path)
+            self._on_path = torch.from_numpy(on_path).to(target.device)[None]
+            self._parent = torch.tensor(self.shape.parent, dtype=torch.int32, device=target.device)[None]
+            self._ancestors = torch.from_numpy(self.shape.ancestor_words.copy()).to(target.device)[None]
+
+    def session(self) -> AbstractContextManager[None]:
+        """The drafter's."""
+        return self.drafter.session()
+
+    def allocate(self, room: Room, device: torch.device) -> None:
+        """The drafter's state, and the tables for the rows that a captured step pads the batch with."""
+        self.drafter = new_drafter(self.drafter, room, device)  # whoever copied this one must not share its state
+        self._prompt_lengths = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
+        self._row_continuation = _with_rows(self._continuation, room.batch_size)
+        self._row_depths = _with_rows(self._depths, room.batch_size)
+
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Start the drafter."""
+        self._prompt_lengths.copy_(prompt.lengths)
+        self.drafter.start(prompt, output)
+
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+        """The drafter's tree with other tokens."""
+        tree = self.drafter.draft(root, lengths, choose)
+        place = (lengths - self._prompt_lengths).long()[:, None]  # emitted tokens before the root
+        last = self._row_continuation.shape[1] - 1
+        true = self._row_continuation.gather(1, (place + tree.depth).clamp(max=last))
+        wanted = self._row_depths.gather(1, place.clamp(max=last))
+        parent, ancestors = tree.parent, tree.ancestors
+        if self._path is not None:
+            # a drafter that found nothing to propose leaves its nodes without a parent
+            parent = torch.where(self._on_path, self._parent, parent)
+            ancestors = torch.where(self._on_path[:, :, None], self._ancestors, ancestors)
+            on_path = self._on_path
+        else:
+            on_path = _path_to_the_deepest(tree)
+        wrong = torch.where(tree.tokens == true, (true + 1) % self._vocab_size, tree.tokens)
+        tokens = torch.where(on_path & (tree.depth <= wanted), true, wrong)
+        tokens = torch.where(tree.depth == 0, tree.tokens, tokens)
+        reach = tree.reach.clamp(min=self.planted_depth) if self._path is not None else tree.reach
+        return replace(tree, tokens=tokens, parent=parent, ancestors=ancestors, reach=reach)
+
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:
+        """The drafter learns what was accepted."""
+        self.drafter.commit(verdict, output)
+
+
+def _with_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The table with its last row repeated up to `num_rows`."""
+    return torch.cat((table, table[-1:].expand(max(0, num_rows - table.shape[0]), -1)))
+
+
+def leftmost_path(shape: TreeShape) -> list[int]:
+    """Nodes from the root down along the first children."""
+    path = [0]
+    while shape.children[path[-1]]:
+        path.append(shape.children[path[-1]][0])
+    return path
+
+
+def _path_to_the_deepest(tree: DraftTree) -> torch.Tensor:
+    """[B, N] bool: the first of each row's deepest nodes, and what is above it."""
+    depth = torch.where(tree.parent >= 0, tree.depth, -1)
+    deepest = depth.argmax(1)
+    ancestors = tree.ancestors.expand(depth.shape[0], -1, -1)
+    words = ancestors.gather(1, deepest[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
+    nodes = torch.arange(depth.shape[1], device=depth.device)
+    return (words[:, nodes // 32] >> (nodes % 32) & 1).bool()

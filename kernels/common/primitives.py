@@ -1,0 +1,209 @@
+"""Code shared by kernels: parents of a tree, softmax statistics by tiles, a draw from them, the end of a verdict.
+
+A row of V logits is cut into tiles of BLOCK_V tokens, the same for every batch and tree, so that no result depends on
+who else is in the batch. Per tile the largest logit m_t and s_t = sum exp((x - m_t) / temperature) are kept; with
+M = max_t m_t the mass of a tile is s_t exp((m_t - M) / temperature), and a draw needs to look into one tile only. NaN
+logits count as -inf here and in every kernel that uses this; a row without a finite logit yields token 0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.kernels.common.launch import LaunchConfig, on_device
+
+__all__ = [
+    "TILE",
+    "load_logits",
+    "load_parents",
+    "pick",
+    "pick_tile",
+    "residual",
+    "row_law",
+    "softmax_tiles",
+    "store_verdict",
+    "tile_masses",
+    "tiles_config",
+]
+
+TILE = 4096
+"""Tokens of one vocabulary tile: 32 for each thread of four warps."""
+
+
+@triton.jit
+def load_parents(parent_ptr, offs, mask):
+    """Parents of nodes; -1 outside the mask and for a parent that is no earlier node.
+
+    A walk along such parents stays within the tree and ends, whatever the device holds, where no launcher can look.
+    """
+    parent = tl.load(parent_ptr + offs, mask=mask, other=-1)
+    return tl.where((parent >= 0) & (parent < offs), parent, -1)
+
+
+@triton.jit
+def load_logits(row_ptr, offs, mask):
+    """Logits in fp32; -inf outside the mask and for NaN."""
+    x = tl.load(row_ptr + offs, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def pick(mass, goal, BLOCK: tl.constexpr):
+    """First index whose running sum of `mass` exceeds `goal`; an index without mass is never picked.
+
+    A goal that rounding has put at or beyond the total picks the last index with mass; no mass at all picks 0.
+    """
+    offs = tl.arange(0, BLOCK)
+    reached = (tl.cumsum(mass, 0) > goal) & (mass > 0.0)
+    first = tl.min(tl.where(reached, offs, BLOCK), 0)
+    last = tl.max(tl.where(mass > 0.0, offs, 0), 0)
+    return tl.where(first < BLOCK, first, last)
+
+
+@triton.jit
+def pick_tile(masses, uniform, BLOCK_T: tl.constexpr):
+    """The tile in which a draw falls, and the mass to pass within it."""
+    goal = uniform * tl.sum(masses, 0)
+    tile = pick(masses, goal, BLOCK_T)
+    return tile, goal - tl.sum(tl.where(tl.arange(0, BLOCK_T) < tile, masses, 0.0), 0)
+
+
+@triton.jit
+def tile_masses(max_ptr, sum_ptr, inv_temperature, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Largest logit M of a row (0 if it has none) and the masses of its tiles, relative to exp(M / temperature)."""
+    offs_t = tl.arange(0, BLOCK_T)
+    mask_t = offs_t < NUM_TILES
+    m = tl.load(max_ptr + offs_t, mask=mask_t, other=float("-inf"))  # [BLOCK_T]
+    s = tl.load(sum_ptr + offs_t, mask=mask_t, other=0.0)
+    row_max = tl.max(m, 0)
+    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    return row_max, s * tl.exp((m - row_max) * inv_temperature)
+
+
+@triton.jit
+def row_law(max_ptr, sum_ptr, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Log-sum-exp of a row and the probabilities of its tiles."""
+    row_max, masses = tile_masses(max_ptr, sum_ptr, 1.0, NUM_TILES, BLOCK_T)
+    total = tl.sum(masses, 0)
+    total = tl.where(total > 0.0, total, 1.0)
+    return row_max + tl.log(total), masses / total
+
+
+@triton.jit
+def residual(target_row_ptr, draft_row_ptr, target_lse, draft_lse, scale, offs_v, mask_v):
+    """Mass of p - scale q above 0, and q."""
+    p = tl.exp(load_logits(target_row_ptr, offs_v, mask_v) - target_lse)
+    q = tl.exp(load_logits(draft_row_ptr, offs_v, mask_v) - draft_lse)
+    return tl.maximum(p - scale * q, 0.0), q
+
+
+@triton.jit
+def store_verdict(
+    path,  # [BLOCK_D] nodes from the root down, -1 padded
+    emitted,  # [BLOCK_D] token after each node of the path
+    b,
+    root_token,
+    budget_ptr,  # [B] or None
+    stop_tokens_ptr,  # [NUM_STOPS] or None
+    path_ptr,  # [B, MAX_DEPTH + 1]
+    num_accepted_ptr,  # [B]
+    next_root_ptr,  # [B]
+    emitted_ptr,  # [B, MAX_DEPTH + 1]
+    MAX_DEPTH: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Cut a row's emission behind the first stop token and at the budget, and store the row of the verdict."""
+    offs_d = tl.arange(0, BLOCK_D)
+    num_emitted = tl.sum((path >= 0).to(tl.int32), 0)
+    if budget_ptr is not None:
+        num_emitted = tl.minimum(num_emitted, tl.maximum(tl.load(budget_ptr + b), 0))
+    if stop_tokens_ptr is not None:
+        is_stop = offs_d < 0
+        for e in range(0, NUM_STOPS):
+            is_stop = is_stop | (emitted == tl.load(stop_tokens_ptr + e))
+        num_emitted = tl.minimum(num_emitted, tl.min(tl.where(is_stop, offs_d, BLOCK_D), 0) + 1)
+
+    mask_d = offs_d <= MAX_DEPTH
+    kept = offs_d < num_emitted
+    tl.store(path_ptr + b * (MAX_DEPTH + 1) + offs_d, tl.where(kept, path, -1), mask=mask_d)
+    tl.store(emitted_ptr + b * (MAX_DEPTH + 1) + offs_d, tl.where(kept, emitted, -1), mask=mask_d)
+    tl.store(num_accepted_ptr + b, num_emitted - 1)
+    last = tl.sum(tl.where(offs_d == num_emitted - 1, emitted, 0), 0)
+    tl.store(next_root_ptr + b, tl.where(num_emitted > 0, last, root_token))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _softmax_tiles_kernel(
+    logits_ptr,  # [B, N, V]
+    budget_ptr,  # [B] or None
+    max_ptr,  # [B, N, T]
+    sum_ptr,  # [B, N, T]
+    moment_ptr,  # [B, N, T] or None
+    stride_lb,
+    stride_ln,
+    N,
+    V,
+    inv_temperature,
+    BLOCK_V: tl.constexpr,
+):
+    """One program reads one tile of one row."""
+    t = tl.program_id(0)
+    n = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    offs_v = t * BLOCK_V + tl.arange(0, BLOCK_V)
+    end = V
+    if budget_ptr is not None:
+        end = tl.where(tl.load(budget_ptr + b) > 0, V, 0)
+    x = load_logits(logits_ptr + b * stride_lb + n * stride_ln, offs_v, offs_v < end)  # [BLOCK_V]
+    m = tl.max(x, 0)
+    scaled = (x - tl.where(m == float("-inf"), 0.0, m)) * tl.cast(inv_temperature, tl.float32)
+    e = tl.exp(scaled)
+    out = (b * N + n) * tl.num_programs(0) + t
+    tl.store(max_ptr + out, m)
+    tl.store(sum_ptr + out, tl.sum(e, 0))
+    if moment_ptr is not None:
+        # 0 * -inf is NaN, its limit is 0
+        tl.store(moment_ptr + out, tl.sum(tl.where(e > 0.0, scaled, 0.0) * e, 0))
+
+
+def tiles_config(vocab_size: int) -> LaunchConfig:
+    """Tiles of a row: a function of the vocabulary alone, so that the rounding of a sum is too."""
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    block_v = min(TILE, triton.next_power_of_2(vocab_size))
+    blocks = {"NUM_TILES": num_tiles, "BLOCK_T": triton.next_power_of_2(num_tiles), "BLOCK_V": block_v}
+    return LaunchConfig(blocks=blocks, num_warps=max(1, min(4, block_v // 256)))
+
+
+def softmax_tiles(
+    logits: torch.Tensor,
+    config: LaunchConfig,
+    *,
+    budget: torch.Tensor | None = None,
+    inv_temperature: float = 1.0,
+    moment: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Statistics of every tile of every row; the rows of a finished request are not read and have no mass.
+
+    Args:
+        logits: [B, N, V] float32, float16 or bfloat16, contiguous in V.
+        config: `tiles_config(V)`.
+        budget: [B] int32; 0 or less marks a finished request. None: none is finished.
+        inv_temperature: 1 / temperature.
+        moment: also sum (x - m_t) / temperature * exp((x - m_t) / temperature), for the entropy.
+
+    Returns:
+        m_t, s_t and the moment (or None), each [B, N, T] fp32.
+    """
+    batch, num_nodes, vocab_size = logits.shape
+    num_tiles = config.blocks["NUM_TILES"]
+    shape = (3 if moment else 2, batch, num_nodes, num_tiles)
+    tiles = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    with on_device(logits):
+        _softmax_tiles_kernel[(num_tiles, num_nodes, batch)](
+            logits, budget, tiles[0], tiles[1], tiles[2] if moment else None,
+            stride_lb=logits.stride(0), stride_ln=logits.stride(1), N=num_nodes, V=vocab_size,
+            inv_temperature=inv_temperature,
+            BLOCK_V=config.blocks["BLOCK_V"], num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return tiles[0], tiles[1], tiles[2] if moment else None

@@ -1,0 +1,1 @@
+"""What targets and draft networks are both made of: caches, what a pass may see, LM heads."""

@@ -1,0 +1,1 @@
+"""Draft networks, one file each: what is computed, without trees, steps or files."""

@@ -1,0 +1,241 @@
+"""The building block of feature-level drafters: one LLaMA decoder layer, with attention handed in from outside.
+
+Equation:   a = x + O Attention(rope(Q n(x)), rope(K n(x)), V n(x));  y = a + Down(SiLU(Gate m(a)) * Up m(a))
+            n and m are RMS norms; EAGLE-1 leaves n out
+Source:     the decoder layer of LLaMA, as Hydra++'s prefix layer, EAGLE, Falcon, Amphista and ParallelSpec use it
+Shapes:     x [B, T, C]; positions [B or 1, T]; queries [B, T, HQ, D], keys and values [B, T, HK, D]
+
+The layer does not know where its keys and values go or who sees whom: `Attend` decides. `CachedAttention` writes them
+to a `KVCache` and attends as a pass says (inference); `MaskedAttention` keeps nothing (training). So a network has one
+forward for both. Parameter names are those of transformers, so that published checkpoints load as they are.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+from torch import nn
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specdec.models.common.cache import KVCache
+from specdec.models.common.passes import PromptPass, TreePass
+
+__all__ = ["Attend", "CachedAttention", "DraftLayer", "DraftLayerConfig", "MaskedAttention", "Rotary"]
+
+
+class Attend(Protocol):
+    """Attention of one layer of a draft network."""
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            layer: index of the layer in its network.
+            query: [B, T, HQ, D], rotary embedding applied.
+            key: [B, T, HK, D], the same.
+            value: [B, T, HK, D].
+
+        Returns:
+            [B, T, HQ, D].
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAttention:
+    """Write keys and values to the slots of a pass and attend to what the pass makes visible."""
+
+    cache: KVCache
+    visible: PromptPass | TreePass
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """As `Attend`."""
+        self.cache.write_to(self.visible.slots)
+        keys, values = self.cache.layers[layer].update(key.transpose(1, 2), value.transpose(1, 2))
+        return self.visible.attend(query.transpose(1, 2), keys, values, scale=query.shape[-1] ** -0.5, window=None)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedAttention:
+    """Attend among the tokens at hand.
+
+    Attributes:
+        mask: [B or 1, T, T] bool, True where query i may see key j; None for causal.
+    """
+
+    mask: torch.Tensor | None = None
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - interface
+        """As `Attend`."""
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=None if self.mask is None else self.mask[:, None],
+            is_causal=self.mask is None,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return attended.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayerConfig:
+    """Sizes of a draft layer, as a transformers LLaMA configuration names them.
+
+    Attributes:
+        rope_parameters: as in transformers v5, `rope_theta` and `rope_type` with its settings.
+        attention_bias: biases on queries, keys and values (Qwen2).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+
+    def __post_init__(self) -> None:
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        for name in (*names, "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads: expected a divisor of {self.num_attention_heads}, got {self.num_key_value_heads}"
+            )
+
+    @classmethod
+    def like(cls, config: PretrainedConfig, **changes: Any) -> "DraftLayerConfig":
+        """The sizes of a target's layers, from its LLaMA-like configuration; `changes` replace some of them."""
+        config = config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+        sizes = {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": getattr(config, "intermediate_size", None) or config.ffn_dim,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            "max_position_embeddings": config.max_position_embeddings,
+            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+            "rope_parameters": dict(rope),
+        }
+        return cls(**{**sizes, **changes})
+
+
+class Rotary(nn.Module):
+    """Rotary embedding at explicit positions; the tables are made by transformers and are not saved."""
+
+    def __init__(self, config: DraftLayerConfig) -> None:
+        super().__init__()
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+        self.tables = LlamaRotaryEmbedding(llama)
+        self._llama = llama
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Rotary":
+        """As nn.Module, but the frequencies stay in fp32: rounded ones are radians off at far positions."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        inv_freq = self.tables.inv_freq
+        if inv_freq.dtype != torch.float32:
+            self.tables = LlamaRotaryEmbedding(self._llama).to(inv_freq.device)
+        return self
+
+    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [B or 1, T, 1, D] for positions [B or 1, T], in the dtype of `like`."""
+        cos, sin = self.tables(like, positions)
+        return cos[:, :, None], sin[:, :, None]
+
+
+def rotate(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Apply the rotary embedding to x [B, T, H, D], halves as in transformers."""
+    cos, sin = cos_sin
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DraftLayerConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, query, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, key, bias=config.attention_bias)
+        self.v_proj = nn.Linear(input_size, key, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], attend: Attend, layer: int
+    ) -> torch.Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        query = rotate(self.q_proj(x).view(heads), cos_sin)
+        key = rotate(self.k_proj(x).view(heads), cos_sin)
+        return self.o_proj(attend(layer, query, key, self.v_proj(x).view(heads)).flatten(2))
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: DraftLayerConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer.
+
+    Args:
+        config: sizes.
+        input_norm: normalise the attention's input; False for EAGLE-1, whose first layer does not.
+        attention_input_size: width of what queries, keys and values are made from; the hidden size by default.
+            EAGLE-3 attends from the embedding and the feature side by side.
+    """
+
+    def __init__(
+        self, config: DraftLayerConfig, *, input_norm: bool = True, attention_input_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config, attention_input_size or config.hidden_size)
+        self.mlp = _MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else None
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        *,
+        layer: int = 0,
+        attention_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the layer.
+
+        Args:
+            x: [B, T, C] the residual stream.
+            cos_sin: tables of `Rotary` at the tokens' positions.
+            attend: what the tokens see.
+            layer: index of this layer for `attend`.
+            attention_input: [B, T, attention_input_size] when attention does not start from (normalised) x.
+
+        Returns:
+            [B, T, C].
+        """
+        if attention_input is None:
+            attention_input = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.self_attn(attention_input, cos_sin, attend, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))

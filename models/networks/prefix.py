@@ -1,0 +1,173 @@
+"""What a feature-level drafter remembers of the committed text: its own keys and values, and what it has not read yet.
+
+Pair t is the target's state h_t with the token x_{t+1} that follows it; a text of n tokens and its root make n pairs.
+After a step the target has told new states for the root and the accepted nodes, a ragged handful per row. The next
+draft reads them in one pass of fixed width, padded at the end, and they join the cache. What the drafter computed for
+its own guesses meanwhile is overwritten: keys and values are always made from true states of the target.
+
+    start(...)                 all pairs of the prompt but the last, whose token is the coming root
+    pending = read(root)       once per draft: the pairs to run now, and how
+    advance()                  their keys and values belong to the committed text now
+    commit(verdict, features)  once per step: the pairs that came in
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.kernels.common.launch import resolve_backend
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import KVCache
+from specdec.models.common.passes import PromptPass, TreePass
+from specdec.models.networks.layer import CachedAttention
+
+__all__ = ["FeaturePrefix", "Pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs to run through a draft network, padded at the end of each row.
+
+    Attributes:
+        features: [B, T, F] states of the target.
+        tokens: [B, T] int64, the token after each state.
+        counts: [B] int64, pairs that are real; 0 for a finished row.
+        positions: [B or 1, T] int64, index of each pair in the text.
+        attend: how the network's layers attend.
+    """
+
+    features: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    positions: torch.Tensor
+    attend: CachedAttention
+
+    def last(self, states: torch.Tensor) -> torch.Tensor:
+        """Of `states [B, T, ...]`, the one at each row's last real pair: [B, ...]."""
+        rows = torch.arange(states.shape[0], device=states.device)
+        return states[rows, (self.counts - 1).clamp(min=0)]
+
+
+class FeaturePrefix:
+    """The committed pairs of a batch.
+
+    Args:
+        cache: empty cache of the draft network, with a slot per committed token, for `max_new` pairs beyond, and for
+            whatever the drafter itself writes beyond.
+        max_new: most pairs that one step adds: the deepest tree's depth + 1.
+        feature_size: F, width of the target's states.
+        keep: newest pairs that are run again with every draft, beside the new ones. Falcon keeps k - 1, so that the
+            newest k pairs are one block.
+    """
+
+    def __init__(self, cache: KVCache, *, max_new: int, feature_size: int, keep: int = 0) -> None:
+        device, batch_size = cache.lengths.device, cache.lengths.shape[0]
+        self.cache = cache
+        self.width = max_new + keep
+        self.keep = keep
+        self._columns = torch.arange(self.width, device=device)
+        self._chain = _chain_words(self.width).to(device)[None]
+        # what is pending: always these tensors, as a captured step is replayed on their addresses
+        self._features = torch.zeros(batch_size, self.width, feature_size, dtype=cache.data.dtype, device=device)
+        self._tokens = torch.zeros(batch_size, self.width, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._kept = torch.zeros_like(self._counts)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """[B] int64, real pairs that the next `read` gives; 0 for a finished row."""
+        return self._counts
+
+    def start(self, tokens: torch.Tensor, lengths: torch.Tensor, features: torch.Tensor) -> Pairs | None:
+        """Take in a prompt.
+
+        Args:
+            tokens: [B, T] int64 prompt tokens, right-padded.
+            lengths: [B] int32 prompt lengths.
+            features: [B, T, F] the target's states of all prompt tokens.
+
+        Returns:
+            The T - 1 pairs whose token is known, padded; run them through the network. None if there is no such pair.
+        """
+        self.cache.lengths.copy_((lengths - 1 - self.keep).clamp(min=0))
+        first = self.cache.lengths.long()[:, None] + self._columns
+        inside = first.clamp(max=tokens.shape[1] - 1)
+        following = (first + 1).clamp(max=tokens.shape[1] - 1)
+        self._features.copy_(features.gather(1, inside[:, :, None].expand(-1, -1, features.shape[2])))
+        self._tokens.copy_(tokens.gather(1, following))
+        self._counts.copy_(lengths - self.cache.lengths)
+        num_pairs = tokens.shape[1] - 1
+        if num_pairs == 0:
+            return None
+        visible = PromptPass(start=0, num_tokens=num_pairs, batch_size=tokens.shape[0], device=tokens.device)
+        return Pairs(
+            features=features[:, :-1],
+            tokens=tokens[:, 1:],
+            counts=lengths.long() - 1,
+            positions=visible.positions,
+            attend=CachedAttention(self.cache, visible),
+        )
+
+    def read(self, root: torch.Tensor, ancestors: torch.Tensor | None = None) -> Pairs:
+        """The pending pairs, in one causal pass behind the cache.
+
+        Args:
+            root: [B] int32 last emitted token: that of each row's last pair.
+            ancestors: [B or 1, width, W] int32 words of what each pair sees of the pending ones; causal by default.
+        """
+        last = (self._counts - 1).clamp(min=0)[:, None]
+        self._tokens.scatter_(1, last, root.long()[:, None])
+        visible = self.visible(self._columns.int()[None], self._chain if ancestors is None else ancestors)
+        return Pairs(
+            self._features, self._tokens, self._counts, visible.positions, CachedAttention(self.cache, visible)
+        )
+
+    def visible(self, depth: torch.Tensor, ancestors: torch.Tensor, *, first_node: int = 0) -> TreePass:
+        """A pass over nodes behind the cache.
+
+        Args:
+            depth: [B or 1, N] int32 position of each node, counted from the first one behind the cache.
+            ancestors: [B or 1, N, W] int32 words over the slots behind the cache.
+            first_node: slot of the first node, counted from the first one behind the cache.
+        """
+        return TreePass(
+            lengths=self.cache.lengths,
+            depth=depth,
+            ancestors=ancestors,
+            first_node=first_node,
+            num_nodes=depth.shape[1],
+            backend=resolve_backend(depth, self.cache.backend),
+        )
+
+    def advance(self) -> None:
+        """Count the pairs of the last `read` as committed, all but those to keep."""
+        self.cache.lengths += (self._counts - self.keep).clamp(min=0).int()
+        if self.keep:
+            self._kept.copy_(self._counts.clamp(max=self.keep))
+
+    def commit(self, verdict: Verdict, features: torch.Tensor) -> None:
+        """Take in the accepted nodes; `features [B, N, F]` are the target's at all nodes.
+
+        Rows that have finished gain nothing.
+        """
+        path = verdict.path.clamp(min=0).long()
+        new = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
+        tokens = verdict.emitted.clamp(min=0).long()
+        if self.keep:
+            # kept pairs first, then the new ones: both ragged, so that places are looked up
+            kept = self._kept[:, None]
+            source = torch.where(
+                self._columns < kept, self._counts[:, None] - kept + self._columns, self.width + self._columns - kept
+            ).clamp(max=self.width + path.shape[1] - 1)
+            new = torch.cat((self._features, new), 1).gather(1, source[:, :, None].expand(-1, -1, features.shape[2]))
+            tokens = torch.cat((self._tokens, tokens), 1).gather(1, source)
+        self._features.copy_(new)
+        self._tokens.copy_(tokens)
+        self._counts.copy_(verdict.num_emitted + self._kept if self.keep else verdict.num_emitted)
+
+
+def _chain_words(length: int) -> torch.Tensor:
+    """[length, W] int32 ancestor words of a chain: node i sees nodes 0 .. i."""
+    seen = torch.arange(length)[:, None] >= torch.arange((length + 31) // 32 * 32)
+    bits = seen.view(length, -1, 32).long() << torch.arange(32)
+    return bits.sum(-1).to(torch.int32)

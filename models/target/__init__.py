@@ -1,0 +1,1 @@
+"""The target: a stock transformers model, hooked while decoding runs."""

@@ -1,0 +1,103 @@
+"""What a target says at the places of a pass: all logits, or no more of them than somebody asks for.
+
+Greedy decoding wants the best token of every place and whether a logit was NaN. Where the op `lm_head_topk` runs, it
+finds both while it multiplies, and [B, M, V] logits never pass through memory. Whoever asks for the logits gets them.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from specdec.kernels.common.topk import TopK
+from specdec.models.common.lm_heads import LMHeads
+
+__all__ = ["PrefillOutput", "Scores", "TargetOutput"]
+
+
+class Scores:
+    """Logits of an LM head on states, written when they are first asked for.
+
+    Args:
+        heads: the LM head.
+        states: [B, M, C] what enters it.
+    """
+
+    def __init__(self, heads: LMHeads, states: torch.Tensor) -> None:
+        self._heads = heads
+        self._states = states
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> "Scores":
+        """Scores whose logits [B, M, V] are there already."""
+        scores = cls.__new__(cls)
+        scores.logits = logits
+        return scores
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """[B, M, V] in the dtype of the states, computed once."""
+        return self._heads.logits(self._states)
+
+    @cached_property
+    def best(self) -> torch.Tensor:
+        """[B, M] int32: the most probable token of every place, the lowest among equals."""
+        return self.logits.argmax(-1).int() if self._unwritten is None else self._unwritten.tokens[..., 0]
+
+    @cached_property
+    def has_nan(self) -> torch.Tensor:
+        """[B] bool: whether a logit of the row is NaN."""
+        if self._unwritten is not None:
+            return self._unwritten.has_nan.any(1)
+        # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
+        return torch.isnan(self.logits.sum((1, 2), dtype=torch.float32))
+
+    @cached_property
+    def _unwritten(self) -> TopK | None:
+        """The best tokens, found without logits; None if those are there or have to be written."""
+        return None if "logits" in vars(self) else self._heads.best_unwritten(self._states)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What one scoring pass gives.
+
+    Attributes:
+        scores: what the LM head says at every node: its logits, or as little of them as is asked for.
+        hidden: [B, N, C] the state that enters the LM head (after the final norm).
+        taps: per entry of `tap_layers`, [B, N, C] output of that decoder layer (no norm).
+    """
+
+    scores: Scores
+    hidden: torch.Tensor
+    taps: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[B, N, V] in the model's dtype, one row per node; written when first asked for."""
+        return self.scores.logits
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """What the prompt's passes give.
+
+    Attributes:
+        scores: what the LM head says at each row's last prompt token, the one place of it.
+        hidden: [B, T, C] states of all prompt tokens, right-padded; rows are valid up to their length.
+        taps: as in `TargetOutput`, [B, T, C].
+    """
+
+    scores: Scores
+    hidden: torch.Tensor
+    taps: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[B, V] at each row's last prompt token; written when first asked for."""
+        return self.scores.logits[:, 0]
+
+    def last_hidden(self, lengths: torch.Tensor) -> torch.Tensor:
+        """[B, C] state of each row's last prompt token; `lengths` is [B]."""
+        rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
+        return self.hidden[rows, lengths.long() - 1]

@@ -1,0 +1,410 @@
+"""A stock transformers causal LM, hooked so that it scores draft trees over our KV cache. No modelling code is copied.
+
+How: while `Target.hooked()` is active the model uses an attention function of ours, registered under the name
+`specdec`; each forward pass carries a *pass* object as a keyword of `model(...)` (transformers hands unknown keywords
+through to the attention function) that says where the new keys and values go and what each query may see; the cache is
+an own `Cache` subclass. On the way out, also after an exception or Ctrl-C, everything is put back.
+
+Checked families: LLaMA 1/2/3.x, Mistral, Qwen2, Qwen3, OPT. Any other decoder-only family is compared once with its own
+forward pass and refused if the results differ.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from specdec.kernels.common.launch import Backend, resolve_backend
+from specdec.models.common.cache import KVCache
+from specdec.models.common.lm_heads import LMHeads
+from specdec.models.common.passes import PromptPass, TreePass
+from specdec.models.target.fused import fused_layers
+from specdec.models.target.scores import PrefillOutput, Scores, TargetOutput
+from specdec.models.target.sharding import Sharding
+from specdec.models.target.support import check_model, decoder_layers, sliding_window_of
+
+__all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
+
+CHECKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+T = TypeVar("T")
+# Their forward pass is that of their decoder and then the LM head: no scaling of logits, no cap on them.
+_DECODER_AND_HEAD = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, OPTForCausalLM)
+_ATTENTION_NAME = "specdec"
+# Keywords by which other families change attention itself; ignoring one would change the model's output.
+_UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
+_LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
+_COMPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+class Target:
+    """A hooked model. The model itself is unchanged outside `with target.hooked():`.
+
+    A model that transformers sharded over processes (`tp_plan="auto"`) decodes as any other, if all processes make the
+    same calls; see `specdec.models.target.sharding`. `num_kv_heads` are then the heads of this process.
+
+    Args:
+        model: a decoder-only transformers model with an LM head, all on one device per process.
+        tap_layers: decoder layers (0-based) whose outputs drafters want beside the final state.
+        backend: what runs the kernels; by default decided by the device.
+        fused: whether layers of the LLaMA kind score trees on the fused path (`fused.py`), which packs weights of the
+            model side by side; by default on where Triton runs the kernels. On a CPU it saves no
+            launches, so that nothing would be gained by it. Never for a sharded model.
+
+    Raises:
+        TypeError: `model` is no transformers model.
+        ValueError: an encoder-decoder model, a model without LM head, on several devices, or with tap layers it lacks.
+        NotImplementedError: a family whose attention our hook cannot reproduce.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tap_layers: Sequence[int] = (),
+        backend: Backend | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        check_model(model)
+        config = model.config.get_text_config(decoder=True)
+        self.model = model
+        self.device: torch.device = next(model.parameters()).device
+        self.dtype: torch.dtype = model.dtype
+        self.backend: Backend = resolve_backend(torch.empty(0, device=self.device), backend)
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.sharding = Sharding.of(model, decoder_layers(model.get_decoder()), self.head_dim)
+        if self.sharding is not None:
+            self.num_heads = self.num_heads // self.num_kv_heads * self.sharding.num_kv_heads
+            self.num_kv_heads = self.sharding.num_kv_heads
+        self.fused: bool = self.sharding is None and (self.backend == "triton" if fused is None else fused)
+        head = model.get_output_embeddings()  # may be quantized: its features tell more than its weight
+        self.hidden_size: int = head.in_features
+        self.vocab_size: int = head.out_features
+        self.max_positions: int = config.max_position_embeddings
+        self.sliding_window: int | None = sliding_window_of(config)
+        self._hidden: list[torch.Tensor] = []
+        self._taps: list[list[torch.Tensor]] = []
+        self.tap_layers: tuple[int, ...] = ()
+        self.tap(tap_layers)
+        if config.model_type not in CHECKED_FAMILIES and model not in _COMPARED:
+            self._compare_with_own_forward()
+            _COMPARED.add(model)
+
+    def agree(self, value: T) -> T:
+        """The first process's integers, where the model is sharded over several; else the value itself.
+
+        Args:
+            value: a tensor of integers or a dataclass with such tensors, as in `Sharding.agree`.
+        """
+        return value if self.sharding is None else self.sharding.agree(value)
+
+    def new_cache(self, batch_size: int, capacity: int, device: torch.device | None = None) -> KVCache:
+        """A zeroed cache for `batch_size` rows of `capacity` slots (tokens and tree nodes) each.
+
+        It is on the model's device; on "meta" it takes no memory and tells its size.
+        """
+        return KVCache(
+            num_layers=self.num_layers,
+            batch_size=batch_size,
+            capacity=capacity,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            device=self.device if device is None else device,
+            backend=self.backend,
+        )
+
+    def tap(self, layers: Sequence[int]) -> list[int]:
+        """Let every later pass also give the outputs of these decoder layers (0-based).
+
+        Returns:
+            Per layer, its place in the `taps` of a pass; places given out earlier stay.
+
+        Raises:
+            ValueError: a layer that the model does not have.
+        """
+        bad = [layer for layer in layers if not 0 <= layer < self.num_layers]
+        if bad:
+            raise ValueError(f"tap_layers: expected layers between 0 and {self.num_layers - 1}, got {bad}")
+        self.tap_layers += tuple(dict.fromkeys(layer for layer in layers if layer not in self.tap_layers))
+        self._taps = [[] for _ in self.tap_layers]
+        return [self.tap_layers.index(layer) for layer in layers]
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hook the model for the duration of the block and restore it exactly, whatever ends the block.
+
+        The model is in eval mode inside (dropout would make decoding random). Another thread that hooks the same
+        model waits; other code must not run the model meanwhile.
+        """
+        AttentionInterface.register(_ATTENTION_NAME, _attention)
+        with _LOCKS.setdefault(self.model, threading.RLock()):
+            attention = self.model.config._attn_implementation
+            training = [module for module in self.model.modules() if module.training]
+            try:
+                self.model.eval()
+                if attention != _ATTENTION_NAME:
+                    self.model.set_attn_implementation(_ATTENTION_NAME)
+                fusing = fused_layers(self.model) if self.fused else nullcontext()
+                with fusing, self._keeping_states():
+                    yield
+            finally:
+                if attention != _ATTENTION_NAME:
+                    self.model.set_attn_implementation(attention)
+                for module in training:
+                    module.training = True
+                _own_buffers(self.model)
+
+    @torch.no_grad()
+    def read(self, tokens: torch.Tensor) -> TargetOutput:
+        """Run whole texts by the model's own forward pass, without a cache: what drafters learn from.
+
+        Args:
+            tokens: [B, T] int64, right-padded with any valid token.
+
+        Returns:
+            Logits, states and taps of all T tokens; row t of the logits predicts token t + 1.
+        """
+        with self._keeping_states():
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            hidden, taps = self._take_states()
+        return TargetOutput(Scores.of(logits), hidden, taps)
+
+    def prefill(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = 2048
+    ) -> PrefillOutput:
+        """Run the prompt and leave its keys and values in the cache.
+
+        Args:
+            tokens: [B, T] int64, right-padded with any valid token.
+            lengths: [B] int32 prompt lengths, at least 1.
+            cache: an empty cache with room for T tokens per row; its lengths are set.
+            chunk_size: tokens per pass and row, which bounds the memory of a long prompt.
+
+        Returns:
+            Logits of each row's last token and the states of all tokens.
+        """
+        hidden: list[torch.Tensor] = []
+        taps: list[list[torch.Tensor]] = [[] for _ in self.tap_layers]
+        last = lengths.long() - 1
+        ends: torch.Tensor | None = None
+        for start in range(0, tokens.shape[1], chunk_size):
+            chunk = tokens[:, start : start + chunk_size]
+            end = start + chunk.shape[1]
+            ends_here = (last >= start) & (last < end)  # rows whose last token lies in this chunk
+            columns, column_of_row = torch.unique((last - start).clamp(0, chunk.shape[1] - 1), return_inverse=True)
+            model_pass = PromptPass(
+                start=start, num_tokens=chunk.shape[1], batch_size=chunk.shape[0], device=self.device
+            )
+            said = self._forward(chunk, model_pass.positions, model_pass, cache, columns)
+            chunk_ends = said.gather(1, column_of_row[:, None, None].expand(-1, 1, said.shape[-1]))
+            ends = chunk_ends if ends is None else torch.where(ends_here[:, None, None], chunk_ends, ends)
+            chunk_hidden, chunk_taps = self._take_states()
+            hidden.append(chunk_hidden)
+            for kept, tap in zip(taps, chunk_taps, strict=True):
+                kept.append(tap)
+        if ends is None:
+            raise ValueError(f"tokens: expected at least one token per row, got shape {list(tokens.shape)}")
+        cache.lengths.copy_(lengths)
+        return PrefillOutput(self._scores(ends), torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
+
+    def score(
+        self,
+        tokens: torch.Tensor,
+        depth: torch.Tensor,
+        ancestors: torch.Tensor,
+        cache: KVCache,
+        *,
+        first_node: int = 0,
+    ) -> TargetOutput:
+        """Run nodes of a draft tree over the committed prefix; the cache's lengths do not change.
+
+        Args:
+            tokens: [B, N] tokens of the nodes.
+            depth: [B or 1, N] int32 distance of each node from slot `lengths[b]`, which is its position.
+            ancestors: [B or 1, N, W] int32 words: bit j says that the node may attend to tree slot j.
+            cache: cache with room for `first_node + N` slots beyond each row's length.
+            first_node: tree slot of the first of these nodes; a drafter scores a tree level by level.
+        """
+        tree_pass = TreePass(
+            lengths=cache.lengths,
+            depth=depth,
+            ancestors=ancestors,
+            first_node=first_node,
+            num_nodes=tokens.shape[1],
+            backend=self.backend,
+            fused=self.fused,
+        )
+        # nodes past the last position can never be accepted; clamping keeps learned position tables in range
+        positions = tree_pass.positions.clamp(max=self.max_positions - 1)
+        said = self._forward(tokens.long(), positions, tree_pass, cache)
+        hidden, taps = self._take_states()
+        return TargetOutput(self._scores(said), hidden, taps)
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        model_pass: PromptPass | TreePass,
+        cache: KVCache,
+        columns: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run a pass, without the LM head if nothing else follows it.
+
+        Returns:
+            [B, n, C] states at these columns of the tokens, by default at all; logits [B, n, V] if the model decides
+            itself what becomes of states. `_scores` takes either.
+        """
+        cache.write_to(model_pass.slots)
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+            "specdec_pass": model_pass,
+        }
+        if not self._is_decoder_and_head():
+            return self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits
+        states = self.model.get_decoder()(**inputs)[0]
+        return states if columns is None else states[:, columns]
+
+    def _scores(self, said: torch.Tensor) -> Scores:
+        """What `_forward` gave, as scores."""
+        if not self._is_decoder_and_head():
+            return Scores.of(said)
+        return Scores(LMHeads.of(self.model.get_output_embeddings(), backend=self.backend), said)
+
+    def _is_decoder_and_head(self) -> bool:
+        """Whether the model's forward pass is its decoder's, then its LM head on the states, and nothing else."""
+        model = self.model
+        return (
+            type(model) in _DECODER_AND_HEAD
+            and self.sharding is None
+            and "forward" not in vars(model)
+            and not (model._forward_hooks or model._forward_pre_hooks)
+            and model._compiled_call_impl is None
+        )
+
+    @contextmanager
+    def _keeping_states(self) -> Iterator[None]:
+        """Keep the final state and the tapped layers' outputs of every pass inside the block."""
+        handles = []
+        try:
+            decoder = self.model.get_decoder()
+            handles.append(decoder.register_forward_hook(self._keep_hidden))
+            for taps, layer in zip(self._taps, self.tap_layers, strict=True):
+                handles.append(decoder_layers(decoder)[layer].register_forward_hook(_keep_in(taps)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._take_states()
+
+    def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002 - hook signature
+        self._hidden.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])  # type: ignore[index]
+
+    def _take_states(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """States kept by the hooks during the last pass; empties the keep."""
+        hidden = self._hidden.pop() if self._hidden else torch.empty(0)
+        taps = tuple(kept.pop() for kept in self._taps if kept)
+        self._hidden.clear()
+        for kept in self._taps:
+            kept.clear()
+        return hidden, taps
+
+    @torch.no_grad()
+    def _compare_with_own_forward(self) -> None:
+        """Refuse a family whose hooked logits differ from its own."""
+        family = self.model.config.model_type
+        length = min(12, self.max_positions)
+        tokens = torch.arange(1, length + 1, device=self.device)[None] % self.vocab_size
+        refusal = f"model: the {family} family is not supported (checked families: {', '.join(CHECKED_FAMILIES)})"
+        if self.sliding_window is not None:
+            raise NotImplementedError(f"{refusal}: sliding window attention was checked for those families only")
+        with self.hooked():
+            try:
+                cache = self.new_cache(1, length)
+                lengths = torch.full((1,), length, dtype=torch.int32, device=self.device)
+                hooked = self.prefill(tokens, lengths, cache).logits.float()
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{refusal}: {error}") from error
+            except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+                raise NotImplementedError(f"{refusal}: its forward pass failed under the hook: {error}") from error
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        own = self.model(tokens, use_cache=False).logits[:, -1].float()
+        for module in training:
+            module.training = True
+        difference = (hooked - own).abs().max().item()
+        allowed = 64 * torch.finfo(self.dtype).eps * own.abs().max().clamp(min=1.0).item()
+        if not difference <= allowed:
+            raise NotImplementedError(
+                f"{refusal}: its hooked logits differ from its own by {difference:.3g}, more than {allowed:.3g}"
+            )
+
+
+def _attention(
+    module: nn.Module,  # noqa: ARG001 - signature that transformers calls
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the pass decides what is visible
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    specdec_pass: PromptPass | TreePass | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls while a model is hooked.
+
+    Args:
+        module: the attention layer.
+        query: [B, HQ, T, D], rotary embedding applied.
+        key: [B, HK, S, D] the layer's whole cache.
+        value: [B, HK, S, D].
+        attention_mask: not used.
+        scaling: factor of the scores.
+        sliding_window: tokens that a query sees, itself included; None for all.
+        specdec_pass: where this pass is and what its queries may see.
+        kwargs: must not hold anything that changes attention.
+
+    Returns:
+        [B, T, HQ, D] and no weights.
+    """
+    if specdec_pass is None:
+        raise RuntimeError("model: it is hooked by specdec; run it again once specdec has finished with it")
+    unsupported = [name for name in _UNSUPPORTED_ATTENTION if kwargs.get(name) is not None]
+    if unsupported:
+        raise NotImplementedError(f"attention with {', '.join(unsupported)} is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return specdec_pass.attend(query, key, value, scale=float(scale), window=sliding_window), None
+
+
+def _own_buffers(model: nn.Module) -> None:
+    """Replace buffers that a pass without autograd made (scaled rotary tables) by ones that training can use."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_inference():
+                with torch.inference_mode(False):
+                    module._buffers[name] = buffer.clone()
+
+
+def _keep_in(kept: list[torch.Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: object, output: object) -> None:  # noqa: ARG001 - hook signature
+        kept.append(output if isinstance(output, torch.Tensor) else output[0])  # type: ignore[index]
+
+    return hook

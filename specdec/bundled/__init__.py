@@ -1,0 +1,1 @@
+"""The small model that ships with the package, its drafters, and what loads them."""

@@ -1,0 +1,145 @@
+"""`specdec chat`: a conversation with any model in the terminal.
+
+An answer is one call of `specdec.generate`, whose prompt is the whole conversation as the chat template writes it.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from specdec.commands.text import CompletionStream, describe_run
+from specdec.drafting.base import Drafter
+from specdec.generation.generate import SpecDecodeOutput, generate
+from specdec.models.target.target import Target
+
+__all__ = ["Chat", "run_chat"]
+
+
+class Chat:
+    """A conversation with a model.
+
+    Args:
+        target: the model.
+        drafter: what proposes tokens for it.
+        tokenizer: the target's.
+        system: message that every conversation begins with.
+        chat_template: Jinja template; the tokenizer's own by default.
+        max_new_tokens: most tokens of an answer; the rest of the context where that is less.
+        seed: of sampling; answer number n, from 0, takes `seed + n`. None draws seeds from PyTorch's generator.
+        generation: further settings, as for `specdec.generate`.
+
+    Attributes:
+        messages: the conversation so far, as transformers writes messages.
+
+    Raises:
+        ValueError: no chat template.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        chat_template: str | None = None,
+        max_new_tokens: int = 512,
+        seed: int | None = None,
+        **generation: Any,
+    ) -> None:
+        if chat_template is None and not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "chat_template: expected one, which the tokenizer does not have, got None; "
+                "pass --chat-template FILE with the model's Jinja template"
+            )
+        self._target = target
+        self._drafter = drafter
+        self._tokenizer = tokenizer
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self._chat_template = chat_template
+        self._max_new_tokens = max_new_tokens
+        self._seed = seed
+        self._generation = generation
+        self.messages = list(self._first)
+
+    def reset(self) -> None:
+        """Forget the conversation, all but the system message."""
+        self.messages = list(self._first)
+
+    def answer(self, text: str, console: Console) -> None:
+        """Print the model's answer to `text`, and a line about how it came about; Ctrl-C ends the answer alone.
+
+        What was written before an interruption stays in the conversation.
+
+        Raises:
+            ValueError: a bad setting, or a conversation that the chat template refuses.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._prompt(messages)
+        room = self._target.max_positions - prompt.shape[1]
+        if room < 1:
+            context = self._target.max_positions
+            console.print(f"no room in the model's context of {context} tokens; /reset begins anew", style="dim")
+            return
+        stream = CompletionStream(console, self._tokenizer)
+        try:
+            output = generate(
+                self._target, self._drafter, prompt, streamer=stream, max_new_tokens=min(self._max_new_tokens, room),
+                seed=self._seed, return_dict_in_generate=True, **self._generation,
+            )  # fmt: skip
+            assert isinstance(output, SpecDecodeOutput)
+            assert output.stats is not None
+            line = describe_run(len(stream.tokens), output.stats)
+        except KeyboardInterrupt:
+            stream.end()
+            line = "interrupted"
+        if stream.tokens:
+            self.messages = [*messages, {"role": "assistant", "content": stream.text}]
+        if self._seed is not None:
+            self._seed += 1
+        console.print(line, style="dim")
+
+    def _prompt(self, messages: list[dict[str, str]]) -> torch.Tensor:
+        """[1, T] int64 ids up to where the answer begins."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, chat_template=self._chat_template, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ValueError(f"chat_template: expected one that writes this conversation, got {error}") from error
+        ids = self._tokenizer(text, add_special_tokens=False).input_ids  # templates write the special tokens
+        if not ids:
+            raise ValueError("chat_template: expected one that writes at least one token, got an empty text")
+        return torch.tensor([ids], device=self._target.device)
+
+
+def run_chat(chat: Chat, console: Console, read: Callable[[], str]) -> None:
+    """Answer line by line until `/exit` or the end of the input.
+
+    Args:
+        chat: the conversation.
+        console: where to print.
+        read: gives the next line; EOFError ends the chat, and KeyboardInterrupt drops the line.
+    """
+    while True:
+        try:
+            line = read().strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print("\n/exit or Ctrl-D leaves", style="dim")
+            continue
+        if line == "/exit":
+            return
+        if line == "/reset":
+            chat.reset()
+            console.print("the conversation begins anew", style="dim")
+        elif re.fullmatch(r"/\w+", line):
+            console.print(f"{line}: no such command; there are /reset and /exit", style="dim")
+        elif line:
+            chat.answer(line, console)

@@ -1,0 +1,100 @@
+"""Tokens to text as they arrive, and on to a terminal."""
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from specdec.loop.rules import AcceptanceStats
+
+__all__ = ["ACCEPTED_STYLE", "CompletionStream", "TextPieces", "describe_run"]
+
+ACCEPTED_STYLE = "bold green"
+"""How accepted draft tokens are printed."""
+
+
+class TextPieces:
+    """Turns a stream of tokens into pieces of text that, joined, are the text of all tokens.
+
+    A token may be part of a character or be written differently after its neighbours, so a piece is the difference of
+    two decodings; an unfinished character waits for the tokens that complete it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt)
+        self._start = max(0, len(prompt) - 4)  # a little context decides about spaces
+        self._shown = len(prompt)
+
+    def add(self, token: int) -> str:
+        """The text that this token adds; empty while a character is unfinished."""
+        self._ids.append(token)
+        before, after = self._decode(self._shown), self._decode(len(self._ids))
+        if after.endswith("\N{REPLACEMENT CHARACTER}") or len(after) < len(before):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def rest(self) -> str:
+        """What an unfinished character at the end of the stream looks like."""
+        piece = self._decode(len(self._ids))[len(self._decode(self._shown)) :]
+        self._shown = len(self._ids)
+        return piece
+
+    def _decode(self, end: int) -> str:
+        return self._tokenizer.decode(self._ids[self._start : end], skip_special_tokens=True)
+
+
+class CompletionStream:
+    """A streamer for `specdec.generate` that prints the text as it is made, accepted draft tokens in colour.
+
+    A step's last token is the target's own choice; those before it were drafted.
+
+    Args:
+        console: where to print.
+        tokenizer: the target's.
+        show_prompt: print the prompt too, dimmed.
+
+    Attributes:
+        tokens: the new tokens so far; also after an interruption.
+    """
+
+    def __init__(self, console: Console, tokenizer: PreTrainedTokenizerBase, *, show_prompt: bool = False) -> None:
+        self._console = console
+        self._tokenizer = tokenizer
+        self._show_prompt = show_prompt
+        self._pieces: TextPieces | None = None
+        self.tokens: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """The new tokens as text."""
+        return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, [1, T], and after it the new tokens of each step."""
+        tokens = value.flatten().tolist()
+        if self._pieces is None:
+            self._pieces = TextPieces(self._tokenizer, tokens)
+            if self._show_prompt:
+                self._print(self._tokenizer.decode(tokens, skip_special_tokens=True), "dim")
+            return
+        for index, token in enumerate(tokens):
+            self.tokens.append(token)
+            self._print(self._pieces.add(token), ACCEPTED_STYLE if index < len(tokens) - 1 else "")
+
+    def end(self) -> None:
+        """End the line."""
+        self._print("" if self._pieces is None else self._pieces.rest(), "")
+        self._console.print()
+
+    def _print(self, text: str, style: str) -> None:
+        self._console.print(Text(text, style=style), end="", soft_wrap=True)
+
+
+def describe_run(num_tokens: int, stats: AcceptanceStats) -> str:
+    """A generation of one row in one line; without a step there is no tau."""
+    speed = num_tokens / (sum(stats.times_ms.values()) / 1e3)
+    tau = f"{stats.tau:.2f}" if stats.num_target_passes else "-"
+    text = f"{num_tokens} tokens in {stats.num_target_passes} target passes, tau {tau}, {speed:.0f} tok/s"
+    return text if stats.lossless else f"{text}, lossy"

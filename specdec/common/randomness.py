@@ -1,0 +1,90 @@
+"""Where all random numbers of decoding come from: one seed per row, and counters.
+
+A number depends on its row's seed, the step and what it is for, and on nothing else. So a seed replays a text bit for
+bit, a row's text does not depend on its companions, and the decisions of a GPU run can be replayed on a CPU.
+"""
+
+import operator
+from collections.abc import Sequence
+from enum import IntEnum
+from numbers import Integral
+from typing import Any, TypeGuard
+
+import torch
+
+from specdec.kernels.common.launch import Backend
+from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
+
+__all__ = ["Stream", "Uniforms", "row_seeds"]
+
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive seeds over the 64-bit keys
+
+
+class Stream(IntEnum):
+    """What numbers are drawn for; the calls that draw candidates within a step count up from DRAFT."""
+
+    VERIFY = 0
+    NEXT_ROOT = 1
+    DRAFT = 2
+
+
+class Uniforms:
+    """Random numbers for a batch.
+
+    Args:
+        seeds: [B] int64, one per row, on the device.
+        backend: what draws them; by default decided by the device.
+    """
+
+    def __init__(self, seeds: torch.Tensor, *, backend: Backend | None = None) -> None:
+        self.seeds = seeds
+        self.backend = backend
+        self.step = torch.zeros((), dtype=torch.int64, device=seeds.device)
+
+    def draw(self, stream: int, count: int) -> torch.Tensor:
+        """[B, count] float32 in [0, 1) of the current step; the same call gives the same numbers."""
+        return philox_uniform(self.seeds, self.step, stream=int(stream), count=count, backend=self.backend)
+
+    def exponential(self, stream: int, count: int) -> torch.Tensor:
+        """[B, count] float32 exponential variates of rate 1 of the current step."""
+        return philox_exponential(self.seeds, self.step, stream=int(stream), count=count, backend=self.backend)
+
+    def next_step(self) -> None:
+        """Go on to the numbers of the next step."""
+        self.step += 1
+
+
+def row_seeds(seed: int | Sequence[int] | torch.Generator | None, batch_size: int) -> torch.Tensor:
+    """One seed per row.
+
+    Args:
+        seed: one per row; one for all, from which row b gets its own by its index; a generator, from which one for all
+            is drawn; or None to draw it from PyTorch's global generator (`torch.manual_seed`).
+        batch_size: rows.
+
+    Returns:
+        [B] int64.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: a negative seed, or not one seed per row.
+    """
+    if seed is None or isinstance(seed, torch.Generator):
+        device = "cpu" if seed is None else seed.device
+        seed = int(torch.randint(2**63 - 1, (), generator=seed, device=device))
+    if _is_int(seed):
+        seeds = [operator.index(seed) + row * _GOLDEN for row in range(batch_size)]
+    elif isinstance(seed, Sequence) and all(map(_is_int, seed)):
+        seeds = [operator.index(one) for one in seed]
+    else:
+        raise TypeError(f"seed: expected an int or one int per row, got {seed!r}")
+    if len(seeds) != batch_size:
+        raise ValueError(f"seed: expected one per row, {batch_size}, got {len(seeds)}")
+    if min(seeds) < 0:
+        raise ValueError(f"seed: expected 0 or more, got {min(seeds)}")
+    return torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in seeds])
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    """Whether it is an integer of Python or NumPy; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,127 @@
+"""The seam between the decoding loop and whatever proposes tokens."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from specdec.drafting.candidates import Choose
+from specdec.drafting.draft_tree import DraftTree
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.dynamic import DynamicTree
+from specdec.trees.shape import TreeShape
+
+__all__ = ["Drafter", "Prompt", "Room"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompts of one call, padding removed.
+
+    Attributes:
+        tokens: [B, T] int64, right-padded with token 0.
+        lengths: [B] int32, at least 1.
+        max_length: most tokens that any row will ever hold, prompt and new tokens together.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    max_length: int
+
+    @classmethod
+    def padded(cls, rows: Sequence[torch.Tensor], num_rows: int, max_length: int, device: torch.device) -> "Prompt":
+        """Right-pad 1-D int64 prompts; rows beyond them get a prompt of the one token 0."""
+        lengths = [int(row.shape[0]) for row in rows] + [1] * (num_rows - len(rows))
+        tokens = torch.zeros(num_rows, max(lengths), dtype=torch.int64)
+        for place, row in zip(tokens, rows, strict=False):
+            place[: row.shape[0]] = row
+        return cls(tokens.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), max_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The sizes that memory is laid out for; generations of these sizes or less can share it, one after the other.
+
+    Attributes:
+        batch_size: rows.
+        max_length: most tokens of a row, prompt and new ones together.
+        max_prompt: most tokens of a prompt.
+        max_new_tokens: most tokens that a row may emit.
+    """
+
+    batch_size: int
+    max_length: int
+    max_prompt: int
+    max_new_tokens: int
+
+
+class Drafter(ABC):
+    """Proposes a draft tree per row. Owns its networks and state; never touches the target's cache.
+
+    The loop calls `bind` once, `allocate` for the memory of one or more generations, then per generation `start`, and
+    per step `draft` and `commit`. What these three remember they write into the tensors that `allocate` made, in place:
+    a captured step is replayed on addresses, and never sees what an attribute is bound to later. The loop captures
+    with a shallow copy of the drafter, so that `allocate` must bind new tensors, and not touch old ones.
+
+    Attributes:
+        kind: the name by which users ask for this drafter.
+        shape: the largest tree it proposes. The loop reads its sizes alone; a drafter of static trees, which needs the
+            topology, declares the attribute again as a `TreeShape`.
+        shares_candidates: whether children of several parents may come from one list of candidates.
+        kept_decoder: the decoder that `generate` keeps with this drafter, for the steps that it captured.
+    """
+
+    kind: ClassVar[str]
+    shape: TreeShape | DynamicTree
+    shares_candidates: ClassVar[bool] = True
+    kept_decoder: Any = None
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether its candidates can be drawn from laws that it hands on with the tree."""
+        return False
+
+    @abstractmethod
+    def bind(self, target: Target) -> None:
+        """Check that this drafter fits the target and move to its device.
+
+        Raises:
+            ValueError: another vocabulary or hidden size.
+        """
+
+    def session(self) -> AbstractContextManager[None]:
+        """Held by the loop for a whole generation; a draft model is hooked in it."""
+        return nullcontext()
+
+    def allocate(self, room: Room, device: torch.device) -> None:  # noqa: B027 - a drafter without state needs none
+        """Make the tensors that hold the state of generations of these sizes.
+
+        Args:
+            room: the sizes.
+            device: the target's, or "meta" to learn how much memory it takes.
+        """
+
+    @abstractmethod
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
+        """Begin a generation: the target has run the prompt and nothing was emitted yet.
+
+        The prompt has the batch size of `allocate`, and no more tokens than were announced there.
+        """
+
+    @abstractmethod
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+        """Propose.
+
+        Args:
+            root: [B] int32 last emitted token, at position `lengths`.
+            lengths: [B] int32 committed tokens per row.
+            choose: how logits become candidates; not for drafters without a network.
+        """
+
+    @abstractmethod
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:
+        """Learn which nodes were accepted, and the target's states at all nodes."""

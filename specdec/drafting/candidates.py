@@ -1,0 +1,126 @@
+"""How a drafter's logits become candidate tokens: the best ones, or a sample whose law is known.
+
+A drafter with a network calls `choose(logits, num_ranks)` wherever it needs candidates, and does not know which rule it
+is. With `TopK` the tree is deterministic; `Sampled` also hands back the laws it drew from, which lossless rejection
+needs. A drafter that has states and the LM heads behind them calls `choose_from` instead: where the best tokens are all
+that is wanted, the logits need not be written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specdec.common.randomness import Stream, Uniforms
+from specdec.kernels.sample_probs import warp_logits
+from specdec.models.common.lm_heads import LMHeads, best_of
+
+__all__ = ["Candidates", "Choose", "DraftLaw", "Sampled", "TopK", "choose_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Lists of candidate tokens, one list per law.
+
+    Attributes:
+        tokens: [B, M, R] int32 or int64; rank 0 is the best, or the first drawn.
+        laws: [B, M, V] logits of the law that each list was drawn from; None if the lists were not drawn.
+    """
+
+    tokens: torch.Tensor
+    laws: torch.Tensor | None = None
+
+    @classmethod
+    def cat(cls, parts: Sequence["Candidates"]) -> "Candidates":
+        """The lists of several calls, one after the other."""
+        laws = [part.laws for part in parts if part.laws is not None]
+        return cls(torch.cat([part.tokens for part in parts], 1), torch.cat(laws, 1) if laws else None)
+
+
+class Choose(Protocol):
+    """A rule that picks candidates."""
+
+    def __call__(self, logits: torch.Tensor, num_ranks: int) -> Candidates:
+        """Pick `num_ranks` tokens from each row of `logits [B, M, V]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The most probable tokens, best first; equally probable ones in the order of their numbers."""
+
+    def __call__(self, logits: torch.Tensor, num_ranks: int) -> Candidates:
+        """As `Choose`."""
+        return Candidates(best_of(logits, num_ranks))
+
+
+def choose_from(choose: Choose, heads: LMHeads, states: torch.Tensor, num_ranks: int) -> Candidates:
+    """Candidates that `choose` picks from the logits of `heads` on `states`.
+
+    Args:
+        choose: the rule.
+        heads: LM heads.
+        states: [B, M, C] states of M lists.
+        num_ranks: tokens per list.
+    """
+    if isinstance(choose, TopK):
+        return Candidates(heads.best_tokens(states, num_ranks))
+    return choose(heads.logits(states), num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """The law that candidates are drawn from: softmax of the drafter's logits after these warpers, as in transformers.
+
+    Any law keeps the output exact; the closer to the target's, the more is accepted.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits [B, M, V] float32."""
+        return warp_logits(
+            logits, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )  # fmt: skip
+
+
+class Sampled:
+    """Draw the candidates.
+
+    Args:
+        law: what they are drawn from.
+        replacement: the tokens of a list are independent draws; otherwise each excludes those before it, and what is
+            left when a law has too few tokens carries probability 0 and is never accepted.
+        uniforms: the batch's random numbers.
+    """
+
+    def __init__(self, law: DraftLaw, *, replacement: bool, uniforms: Uniforms) -> None:
+        self.law = law
+        self.replacement = replacement
+        self.uniforms = uniforms
+        self._calls = 0
+
+    def __call__(self, logits: torch.Tensor, num_ranks: int) -> Candidates:
+        """As `Choose`."""
+        laws = self.law(logits)
+        batch_size, num_lists, vocab_size = laws.shape
+        count = num_ranks if self.replacement else vocab_size
+        draw = self.uniforms.draw if self.replacement else self.uniforms.exponential
+        numbers = draw(Stream.DRAFT + self._calls, num_lists * count).view(batch_size, num_lists, count)
+        self._calls += 1
+        if self.replacement:
+            running = laws.softmax(-1).double().cumsum(-1)
+            # the first token whose running sum is above the goal: it has mass, even where the goal is 0
+            tokens = torch.searchsorted(running, numbers.double() * running[..., -1:], right=True)
+        else:
+            # the order of arrival in an exponential race is that of draws without replacement
+            tokens = (laws - numbers.log()).topk(num_ranks, dim=-1).indices
+        return Candidates(tokens, laws)
+
+    def next_step(self) -> None:
+        """Begin the streams of the next step."""
+        self._calls = 0

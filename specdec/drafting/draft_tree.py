@@ -1,0 +1,154 @@
+"""What a drafter proposes: one tree of tokens per row. A chain is a tree; the root alone is plain decoding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.drafting.candidates import Candidates
+from specdec.kernels.common.launch import Backend
+from specdec.kernels.tree_expand import tree_expand
+from specdec.trees.shape import TreeShape
+from specdec.trees.traversal import TraversalTables
+
+__all__ = ["DraftTree", "TreeTemplate"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A draft tree per row. Node 0 is the root: the last emitted token, not yet in the target's cache.
+
+    A padding node has parent -1 and any valid token; it is never accepted.
+
+    Attributes:
+        tokens: [B, N] int32.
+        parent: [B or 1, N] int32, `parent[i] < i`; -1 for the root and for padding.
+        depth: [B or 1, N] int32 distance from the root (root 0).
+        ancestors: [B or 1, N, ceil(N / 32)] int32 words; bit j of row i says that node i may attend to node j.
+        reach: [B] int32, depth of the deepest proposed node of each row; 0 when nothing was proposed.
+        max_depth: largest depth that any step of this drafter can have.
+        laws: [B, M, V] logits of the laws that the tokens were drawn from; None if they were not drawn.
+        law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
+        shape: the topology on the host, if it is the same for all rows and steps.
+        traversal: the topology as traversal verification needs it, under the same condition.
+    """
+
+    tokens: torch.Tensor
+    parent: torch.Tensor
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+    reach: torch.Tensor
+    max_depth: int
+    laws: torch.Tensor | None = None
+    law_row: torch.Tensor | None = None
+    shape: TreeShape | None = None
+    traversal: TraversalTables | None = None
+
+
+class TreeTemplate:
+    """A `TreeShape` on a device: the constant tables from which every step's `DraftTree` is filled.
+
+    Args:
+        shape: the topology.
+        device: where the tables go.
+        rows: which list of candidates a node is taken from: `"depth"`, one list per depth that all parents share
+            (Medusa), `"parent"`, one list per node with children, in node order, or the number of each node's list,
+            -1 for the root; siblings share a list.
+        backend: what runs the kernel; by default decided by the device.
+
+    Raises:
+        ValueError: `rows` lists another number of nodes, or siblings under different lists.
+    """
+
+    def __init__(
+        self,
+        shape: TreeShape,
+        device: torch.device,
+        *,
+        rows: Literal["depth", "parent"] | Sequence[int] = "depth",
+        backend: Backend | None = None,
+    ) -> None:
+        def table(values: object) -> torch.Tensor:
+            return torch.from_numpy(np.array(values, dtype=np.int32)).to(device)
+
+        parent = np.asarray(shape.parent, dtype=np.int32)
+        depth = np.asarray(shape.depth, dtype=np.int32)
+        inner = sorted(set(shape.parent) - {-1})  # nodes with children
+        if not isinstance(rows, str):
+            row, law_row = _given_rows(shape, rows)
+        elif rows == "depth":
+            row = depth - 1
+            law_row = np.where(np.isin(np.arange(shape.num_nodes), inner), depth, -1)
+        else:
+            row_of = {node: index for index, node in enumerate(inner)}
+            row = np.array([row_of.get(node, -1) for node in shape.parent], dtype=np.int32)
+            law_row = np.array([row_of.get(node, -1) for node in range(shape.num_nodes)], dtype=np.int32)
+        self.shape = shape
+        self.backend = backend
+        self.num_rows = int(row.max()) + 1
+        self.row = table(row)
+        self.law_row = table(law_row)
+        self.rank = table(shape.rank)
+        self.node_depth = table(depth)
+        self.parent = table(parent)[None]
+        self.depth = self.node_depth[None]
+        self.ancestors = table(shape.ancestor_words)[None]
+        self.traversal = TraversalTables.of(shape, device)
+
+    def expand(self, candidates: Candidates, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
+        """Fill the tree.
+
+        Args:
+            candidates: M lists, as `rows` says, of more tokens than the largest rank.
+            root: [B] int32 last emitted token.
+            lengths: [B] int32 committed tokens per row.
+        """
+        tokens, _ = tree_expand(
+            candidates.tokens, root, lengths, self.row, self.rank, self.node_depth, backend=self.backend
+        )
+        return DraftTree(
+            tokens,
+            self.parent,
+            self.depth,
+            self.ancestors,
+            reach=torch.full_like(root, self.shape.max_depth),
+            max_depth=self.shape.max_depth,
+            laws=candidates.laws,
+            law_row=None if candidates.laws is None else self.law_row,
+            shape=self.shape,
+            traversal=self.traversal,
+        )
+
+    def expand_chain(self, continuation: torch.Tensor, num_tokens: torch.Tensor, root: torch.Tensor) -> DraftTree:
+        """Fill a chain of which each row uses its own first `num_tokens` nodes.
+
+        Args:
+            continuation: [B, max_depth] int32 tokens after the root; any valid token past `num_tokens`.
+            num_tokens: [B] int32, 0 to max_depth.
+            root: [B] int32 last emitted token.
+        """
+        used = self.depth <= num_tokens[:, None]
+        return DraftTree(
+            tokens=torch.cat((root[:, None], continuation), 1),
+            parent=torch.where(used, self.parent, -1),
+            depth=self.depth,
+            ancestors=self.ancestors,
+            reach=num_tokens,
+            max_depth=self.shape.max_depth,
+        )
+
+
+def _given_rows(shape: TreeShape, rows: Sequence[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The list that each node is taken from, and the one that each node's children are taken from."""
+    parent = np.asarray(shape.parent[1:], dtype=np.int32)
+    row = np.asarray(rows, dtype=np.int32)
+    law_row = np.full(shape.num_nodes, -1, dtype=np.int32)
+    if row.shape != law_row.shape or row[0] != -1 or row[1:].min(initial=0) < 0:
+        raise ValueError(f"rows: expected -1 and then the list of each of {shape.num_nodes - 1} nodes, got {rows}")
+    law_row[parent] = row[1:]
+    if (law_row[parent] != row[1:]).any():
+        raise ValueError(f"rows: expected one list for all children of a node, got {rows}")
+    return row, law_row

@@ -1,0 +1,1 @@
+"""`specdec.generate` in transformers' terms: settings, checks, what runs on the host, and the result."""

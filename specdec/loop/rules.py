@@ -1,0 +1,402 @@
+"""Acceptance rules: which of the proposed nodes are kept. One definition of each rule, one of the statistics.
+
+A rule turns the target's logits at every node into a `Verdict`. It never asks what kind of drafter proposed the tree,
+only whether its tokens were drawn from laws that it knows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from specdec.common.randomness import Stream, Uniforms
+from specdec.drafting.base import Drafter
+from specdec.drafting.candidates import Choose, DraftLaw, Sampled, TopK
+from specdec.drafting.draft_tree import DraftTree
+from specdec.kernels.accept_greedy import accept_greedy
+from specdec.kernels.accept_naive import accept_naive
+from specdec.kernels.accept_rejection import accept_rejection
+from specdec.kernels.accept_traversal import accept_traversal
+from specdec.kernels.accept_typical import accept_typical
+from specdec.kernels.common.launch import Backend
+from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.walk import draw, softmax_masses
+from specdec.models.target.scores import Scores
+from specdec.trees.dynamic import DynamicTree
+from specdec.trees.shape import TreeShape
+from specdec.trees.traversal import TraversalTables
+
+__all__ = [
+    "RULES",
+    "AcceptanceRule",
+    "AcceptanceStats",
+    "Greedy",
+    "Limits",
+    "Naive",
+    "Rejection",
+    "Traversal",
+    "Typical",
+    "choose_rule",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where emission ends, whatever the rule.
+
+    Attributes:
+        budget: [B] int32 tokens that each row may still emit; 0 for a finished row.
+        stop_tokens: [E] int32 tokens after which a row ends, or None.
+        backend: what runs the kernels; by default decided by the device.
+    """
+
+    budget: torch.Tensor
+    stop_tokens: torch.Tensor | None
+    backend: Backend | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As keywords of an acceptance op."""
+        return {"budget": self.budget, "stop_tokens": self.stop_tokens, "backend": self.backend}
+
+
+class AcceptanceRule(ABC):
+    """Decides which nodes of a tree the target accepts, and how the drafter picks its candidates meanwhile.
+
+    Scores come processed: the softmax of their logits is the law that plain decoding would sample from.
+
+    Attributes:
+        name: by which users ask for the rule.
+        lossless: whether the output is exactly what plain decoding with the target would give: the same tokens
+            (greedy), or tokens of the same law (sampling).
+        samples: whether it samples the target; False where the most probable token is wanted.
+        draws_drafts: whether it needs a drafter that draws its candidates from known laws.
+        needs_logits: whether it reads logits; otherwise the best tokens are enough, and no logits need be written.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = True
+    samples: ClassVar[bool] = True
+    draws_drafts: ClassVar[bool] = False
+    needs_logits: ClassVar[bool] = True
+
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:  # noqa: ARG002 - interface
+        """How drafters pick candidates under this rule: the best ones, unless it draws them."""
+        return TopK()
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+        if not self.draws_drafts:
+            return
+        self.check_can_draw(drafter)
+        if not _takes_first_ranks(drafter.shape):
+            raise ValueError(
+                f"tree: expected children that take the ranks 0, 1, ... for acceptance={self.name!r}, "
+                f"as candidates are tried in the order in which they were drawn; got {drafter.shape!r}"
+            )
+
+    def check_can_draw(self, drafter: Drafter) -> None:
+        """Raise ValueError for a drafter whose candidates come from no known law."""
+        if not drafter.can_sample:
+            raise ValueError(
+                f"acceptance: {self.name} needs a drafter that draws its candidates from a known law, "
+                f"got {drafter.kind}; use acceptance='naive', which is lossless for any proposal"
+            )
+
+    def first(self, scores: Scores, uniforms: Uniforms) -> torch.Tensor:
+        """The first emitted token [B] int32, from the target's scores at the end of the prompt, one place."""
+        if not self.samples:
+            return scores.best[:, 0]
+        masses = softmax_masses(scores.logits[:, 0], upcast=False)
+        return draw(masses, uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0]).int()
+
+    @abstractmethod
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Accept nodes of `tree`; `scores` are the target's at every node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy(AcceptanceRule):
+    """Keep the path on which every token is the target's most probable one. Lossless for greedy decoding."""
+
+    name: ClassVar[str] = "greedy"
+    samples: ClassVar[bool] = False
+    needs_logits: ClassVar[bool] = False
+
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
+        """Walk down from the root as long as a child carries the target's token."""
+        return accept_greedy(tree.tokens, tree.parent, scores.best, max_depth=tree.max_depth, **limits.arguments())
+
+
+@dataclass(frozen=True, slots=True)
+class Naive(AcceptanceRule):
+    """Draw the target's own token at every node and follow it. Lossless whatever was proposed, and however.
+
+    Attributes:
+        drawn: the drafter draws its candidates, without replacement, as in the MCSD paper's ablation (MCNS); otherwise
+            they are its most probable tokens, which any drafter has.
+    """
+
+    drawn: bool = False
+    name: ClassVar[str] = "naive"
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+        if self.drawn:
+            self.check_can_draw(drafter)
+
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
+        """The best candidates, or drawn ones."""
+        return Sampled(law, replacement=False, uniforms=uniforms) if self.drawn else TopK()
+
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Walk down from the root as long as a child carries the token drawn at its parent."""
+        uniform = uniforms.draw(Stream.VERIFY, tree.tokens.shape[1])
+        return accept_naive(
+            tree.tokens, tree.parent, scores.logits, uniform, max_depth=tree.max_depth, **limits.arguments()
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection(AcceptanceRule):
+    """Try siblings in turn, each against what is left of the target's law (MCSS; SpS on a chain). Lossless.
+
+    Attributes:
+        replacement: siblings are independent draws; otherwise each excludes those before it.
+    """
+
+    replacement: bool = False
+    name: ClassVar[str] = "rejection"
+    draws_drafts: ClassVar[bool] = True
+
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
+        """Draw from the drafter's law."""
+        return Sampled(law, replacement=self.replacement, uniforms=uniforms)
+
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Recursive rejection from the root down."""
+        laws, law_row = _laws(tree)
+        return accept_rejection(
+            tree.tokens,
+            tree.parent,
+            scores.logits,
+            laws,
+            law_row,
+            uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
+            uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
+            replacement=self.replacement,
+            max_depth=tree.max_depth,
+            **limits.arguments(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Traversal(AcceptanceRule):
+    """Judge whole drafted sequences from the leaves up; never accepts less than `Rejection` on a chain. Lossless.
+
+    On a chain it is block verification.
+    """
+
+    name: ClassVar[str] = "traversal"
+    draws_drafts: ClassVar[bool] = True
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+        AcceptanceRule.check(self, drafter)
+        is_chain = drafter.shape.num_nodes == drafter.shape.max_depth + 1
+        if drafter.shares_candidates and not is_chain:
+            # a list that was refused below one parent is no longer a fresh draw below the next
+            raise ValueError(
+                f"acceptance: traversal needs a chain, or candidates drawn for every parent anew, but {drafter.kind} "
+                "offers one list to several parents; use acceptance='rejection'"
+            )
+
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
+        """Draw from the drafter's law, without replacement."""
+        return Sampled(law, replacement=False, uniforms=uniforms)
+
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
+        """Traversal verification."""
+        laws, law_row = _laws(tree)
+        if tree.shape is None:
+            raise ValueError(f"acceptance: {self.name} needs a tree of the same shape for all rows")
+        tables = TraversalTables.of(tree.shape, tree.tokens.device) if tree.traversal is None else tree.traversal
+        return accept_traversal(
+            tree.tokens,
+            tree.parent,
+            scores.logits,
+            laws,
+            law_row,
+            uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
+            uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
+            tables.order,
+            tables.steps,
+            max_depth=tree.max_depth,
+            **limits.arguments(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Typical(AcceptanceRule):
+    """Accept what the target finds probable enough: p(x) > min(threshold, alpha exp(-H(p))). LOSSY.
+
+    Source: Medusa (arXiv:2401.10774) section 2.3.1; Hydra takes alpha = sqrt(threshold).
+
+    Attributes:
+        threshold: no more than this probability is ever asked for.
+        alpha: factor of exp(-entropy).
+    """
+
+    threshold: float = 0.09
+    alpha: float = 0.3
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "alpha"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a number over 0 and at most 1, got {getattr(self, name)}")
+
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
+        """The longest acceptable path; the next root is the most probable token after it."""
+        return accept_typical(
+            tree.tokens,
+            tree.parent,
+            scores.logits,
+            None,
+            threshold=self.threshold,
+            alpha=self.alpha,
+            max_depth=tree.max_depth,
+            **limits.arguments(),
+        )
+
+
+RULES: dict[str, type[AcceptanceRule]] = {
+    rule.name: rule for rule in (Greedy, Naive, Rejection, Traversal, Typical)
+}  # fmt: skip
+
+
+def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample: bool) -> AcceptanceRule:
+    """The rule that `acceptance` means.
+
+    Args:
+        acceptance: a rule, the name of one, or "auto": greedy without sampling; with it, the first of traversal,
+            rejection and naive that can judge the drafter. All are lossless; docs/sampling.md has what they accept.
+        drafter: what proposes.
+        do_sample: whether tokens are sampled.
+
+    Raises:
+        TypeError, ValueError: no such rule, or one that contradicts `do_sample` or cannot judge the drafter.
+    """
+    if isinstance(acceptance, str):
+        if acceptance == "auto":
+            acceptance = _first_that_fits(drafter) if do_sample else "greedy"
+        if acceptance not in RULES:
+            raise ValueError(f"acceptance: expected auto, {', '.join(RULES)} or a rule, got {acceptance!r}")
+        rule = RULES[acceptance]()
+    elif isinstance(acceptance, AcceptanceRule):
+        rule = acceptance
+    else:
+        raise TypeError(f"acceptance: expected a name or an acceptance rule, got {type(acceptance).__name__}")
+    if rule.samples and not do_sample:
+        raise ValueError(f"acceptance: {rule.name} samples, which contradicts do_sample=False")
+    if isinstance(rule, Greedy) and do_sample:
+        raise ValueError("acceptance: greedy never samples, which contradicts do_sample=True")
+    rule.check(drafter)
+    return rule
+
+
+def _first_that_fits(drafter: Drafter) -> str:
+    for rule in (Traversal(), Rejection()):
+        try:
+            rule.check(drafter)
+        except ValueError:
+            continue
+        return rule.name
+    return Naive.name
+
+
+def _laws(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
+    if tree.laws is None or tree.law_row is None:
+        raise ValueError("acceptance: expected a tree with the laws that its tokens were drawn from, got one without")
+    return tree.laws, tree.law_row
+
+
+def _takes_first_ranks(shape: TreeShape | DynamicTree) -> bool:
+    """Whether the tree is static, and the children of every node take the ranks 0, 1, ..., without a gap."""
+    return isinstance(shape, TreeShape) and all(
+        node > rank and shape.parent[node - rank] == shape.parent[node]
+        for node, rank in enumerate(shape.rank)
+        if rank > 0
+    )
+
+
+@dataclass(slots=True)
+class AcceptanceStats:
+    """What a generation's steps accepted. Prefill's first token is not a step's and is not counted.
+
+    Attributes:
+        num_emitted: per row, tokens emitted by each of its steps (accepted draft tokens and the next root).
+        reach: per row, depth of the deepest proposed node at each of its steps.
+        lossless: whether the acceptance rule is.
+        times_ms: wall time per phase: prefill, draft, score, verify, commit. On a GPU these are times of the device.
+        num_target_passes: scoring passes over the batch; prefill is not counted.
+        captured: whether the steps were replayed from one that was captured as a CUDA graph. Then times_ms has one
+            entry for all of them, `steps`, instead of those from draft to commit. False on a CPU.
+        spans_ms: name, begin and end of every phase in milliseconds since prefill began, in order of their beginning.
+    """
+
+    num_emitted: list[list[int]]
+    reach: list[list[int]]
+    lossless: bool
+    times_ms: dict[str, float]
+    num_target_passes: int
+    captured: bool = False
+    spans_ms: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def merged(cls, stats: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
+        """The statistics of several generations as if their rows were one batch; without spans."""
+        times: dict[str, float] = {}
+        for one in stats:
+            for phase, value in one.times_ms.items():
+                times[phase] = times.get(phase, 0.0) + value
+        return cls(
+            num_emitted=[row for one in stats for row in one.num_emitted],
+            reach=[row for one in stats for row in one.reach],
+            lossless=all(one.lossless for one in stats),
+            times_ms=times,
+            num_target_passes=sum(one.num_target_passes for one in stats),
+            captured=any(one.captured for one in stats),
+        )
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: mean tokens emitted per step and row, next root included; NaN without a step."""
+        counts = [count for row in self.num_emitted for count in row]
+        return sum(counts) / len(counts) if counts else float("nan")
+
+    @property
+    def acceptance_at_depth(self) -> list[float]:
+        """Entry d - 1: how often a node at depth d was accepted, given that one at depth d - 1 was.
+
+        A row's last step ends because the row does, so it counts as evidence up to the depth it accepted only.
+        """
+        tries: dict[int, int] = {}
+        successes: dict[int, int] = {}
+        for emitted_row, reach_row in zip(self.num_emitted, self.reach, strict=True):
+            for step, (emitted, reach) in enumerate(zip(emitted_row, reach_row, strict=True)):
+                accepted = emitted - 1
+                tried = accepted if step == len(emitted_row) - 1 else min(accepted + 1, reach)
+                for depth in range(1, tried + 1):
+                    tries[depth] = tries.get(depth, 0) + 1
+                    successes[depth] = successes.get(depth, 0) + (depth <= accepted)
+        return [successes[depth] / tries[depth] for depth in range(1, max(tries, default=0) + 1)]
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """How many steps emitted how many tokens."""
+        counts = [count for row in self.num_emitted for count in row]
+        return {count: counts.count(count) for count in sorted(set(counts))}

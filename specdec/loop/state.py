@@ -1,0 +1,188 @@
+"""What the decoding loop changes from step to step: tensors at fixed addresses, updated in place.
+
+A CUDA graph is replayed on addresses. So a step must find everything it reads where it was when the step was captured,
+and leave everything there: no attribute of the state is ever bound to another tensor, and nothing that grows from step
+to step is kept on the host. The eager loop uses the same state and the same step.
+
+A step may run when all rows have finished. It then changes nothing that is reported and writes nowhere else than a
+step before it might have: a finished row has budget 0, emits nothing, and keeps its length, and with it its slots.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.common.randomness import Uniforms
+from specdec.drafting.base import Prompt, Room
+from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import KVCache
+from specdec.models.target.target import Target
+
+__all__ = ["DecodeState"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeState:
+    """Everything that changes from step to step, on the device.
+
+    Attributes:
+        room: the sizes that the tensors were made for.
+        cache: the target's keys and values, with the committed length of each row.
+        uniforms: the random numbers of this call.
+        prompt: [B, max_prompt] int32, -1 where a row has no token.
+        root: [B] int32, last emitted token, not yet in the cache.
+        budget: [B] int32, tokens that each row may still emit; 0 for a finished row.
+        output: [B, max_new_tokens + slack] int32, emitted tokens, -1 padded.
+        num_output: [B] int64, emitted tokens per row.
+        progress: [2] int32: 1 while any row is running, else 0; and the first step whose logits held NaN, -1 if there
+            is none. What the host asks for.
+        num_steps: [1] int64, steps in which any row was running.
+        step_emitted: [max_new_tokens, B] int32, tokens that each row emitted in each of these steps.
+        step_reach: [max_new_tokens, B] int32, depth of the deepest node that was proposed.
+    """
+
+    room: Room
+    cache: KVCache
+    uniforms: Uniforms
+    prompt: torch.Tensor
+    root: torch.Tensor
+    budget: torch.Tensor
+    output: torch.Tensor
+    num_output: torch.Tensor
+    progress: torch.Tensor
+    num_steps: torch.Tensor
+    step_emitted: torch.Tensor
+    step_reach: torch.Tensor
+
+    @classmethod
+    def new(cls, target: Target, room: Room, *, num_nodes: int, max_depth: int, device: torch.device) -> "DecodeState":
+        """Lay out the memory.
+
+        Args:
+            target: whose cache it holds, and whose backend draws the random numbers.
+            room: sizes of the generations to come.
+            num_nodes: nodes of the largest tree.
+            max_depth: its largest depth.
+            device: the target's, or "meta" to learn how much memory it takes.
+        """
+
+        def full(*shape: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        rows = room.batch_size
+        return cls(
+            room=room,
+            cache=target.new_cache(rows, room.max_length + num_nodes, device=device),
+            uniforms=Uniforms(full(rows, value=0, dtype=torch.int64), backend=target.backend),
+            prompt=full(rows, room.max_prompt, value=-1),
+            root=full(rows, value=0),
+            budget=full(rows, value=0),
+            # a step writes all places of its longest path; what is past a row's count is overwritten by its next step
+            output=full(rows, room.max_new_tokens + max_depth + 1, value=-1),
+            num_output=full(rows, value=0, dtype=torch.int64),
+            progress=full(2, value=-1),
+            num_steps=full(1, value=0, dtype=torch.int64),
+            # prefill emits a token, so a generation has max_new_tokens - 1 steps; the last place is for surplus ones
+            step_emitted=full(room.max_new_tokens, rows, value=0),
+            step_reach=full(room.max_new_tokens, rows, value=0),
+        )
+
+    def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor) -> None:
+        """Start a generation. Rows beyond the given seeds are padding: they have finished before they begin.
+
+        Args:
+            prompt: the prompts of all rows; a padding row has one of a single token.
+            max_new_tokens: most tokens that a row may emit.
+            seeds: [b] int64 of the real rows, the first b of B.
+        """
+        num_rows, width = seeds.shape[0], prompt.tokens.shape[1]
+        columns = torch.arange(width, device=self.prompt.device)
+        self.prompt.fill_(-1)
+        self.prompt[:, :width] = torch.where(columns < prompt.lengths[:, None], prompt.tokens, -1)
+        self.uniforms.seeds.zero_()
+        self.uniforms.seeds[:num_rows] = seeds
+        self.uniforms.step.zero_()
+        self.root.zero_()
+        # length and budget together never grow from here on, so that no row can outgrow the memory
+        self.budget.copy_((self.room.max_length - prompt.lengths).clamp(0, max_new_tokens))
+        self.budget[num_rows:] = 0
+        self.output.fill_(-1)
+        self.num_output.zero_()
+        self.progress[0].zero_()
+        self.progress[1].fill_(-1)
+        self.num_steps.zero_()
+        self.step_emitted.zero_()
+
+    def emit(self, root: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, stops: torch.Tensor | None) -> None:
+        """Append tokens, and end the rows that emitted a stop token.
+
+        Args:
+            root: [B] int32 the last token of each row, whether emitted now or before.
+            tokens: [B, P] int32 new tokens, -1 padded.
+            counts: [B] int32 how many of them are real.
+            stops: [E] int32 stop tokens.
+        """
+        columns = self.num_output[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        self.output.scatter_(1, columns, tokens)
+        self.root.copy_(root)
+        self.num_output.add_(counts)
+        self.budget.sub_(counts)
+        if stops is not None:
+            self.budget.masked_fill_((root[:, None] == stops).any(1), 0)
+        self.progress[0].copy_(self.budget.any())
+
+    def emit_step(self, verdict: Verdict, reach: torch.Tensor, stops: torch.Tensor | None) -> None:
+        """Append what a step accepted, and note what it did; `reach [B]` is that of its tree."""
+        counts = verdict.num_emitted
+        # with all rows finished the step leaves zeros in the place that is written next, or in the last one
+        self.step_emitted.index_copy_(0, self.num_steps, counts[None])
+        self.step_reach.index_copy_(0, self.num_steps, reach[None])
+        self.num_steps.add_(self.progress[0])
+        self.emit(verdict.next_root, verdict.emitted, counts, stops)
+
+    def note_nan(self, has_nan: torch.Tensor, *, is_prefill: bool = False) -> None:
+        """Remember the first step at which a running row `has_nan [B]` among its logits; prefill is step 0."""
+        is_nan = (has_nan & (self.budget > 0)).any()
+        first = self.progress[1]
+        step = 0 if is_prefill else self.num_steps[0] + 1
+        first.copy_(torch.where(is_nan & (first < 0), step, first))
+
+    def history(self) -> torch.Tensor:
+        """[B, H] int32: the tokens before the root, -1 where there is none."""
+        emitted = torch.arange(self.output.shape[1], device=self.output.device)
+        return torch.cat((self.prompt, torch.where(emitted < self.num_output[:, None] - 1, self.output, -1)), 1)
+
+    def cut(self, row: int, num_dropped: int) -> None:
+        """End a row, without the last `num_dropped` of the tokens that its last step emitted."""
+        kept = int(self.num_output[row]) - num_dropped
+        self.output[row, kept:] = -1
+        self.num_output[row] = kept
+        self.root[row] = self.output[row, kept - 1]
+        self.cache.lengths[row] -= num_dropped
+        self.budget[row] = 0
+        self.progress[0].copy_(self.budget.any())
+        if (step := int(self.num_steps)) > 0:
+            self.step_emitted[step - 1, row] -= num_dropped
+
+    def tokens(self, num_rows: int) -> list[list[int]]:
+        """The emitted tokens of the first rows."""
+        counts = self.num_output[:num_rows].tolist()
+        longest = max(counts)
+        return [row[:count] for row, count in zip(self.output[:num_rows, :longest].tolist(), counts, strict=True)]
+
+    def counts(self, num_rows: int) -> tuple[list[list[int]], list[list[int]], int]:
+        """Of the first rows, tokens emitted and reach by step, without the steps after a row had finished.
+
+        Returns:
+            Both, a list per row, and the number of steps.
+        """
+        num_steps = int(self.num_steps)
+        emitted: list[list[int]] = [[] for _ in range(num_rows)]
+        reach: list[list[int]] = [[] for _ in range(num_rows)]
+        steps = zip(self.step_emitted[:num_steps].tolist(), self.step_reach[:num_steps].tolist(), strict=True)
+        for step_emitted, step_reach in steps:
+            for row in range(num_rows):
+                if step_emitted[row]:
+                    emitted[row].append(step_emitted[row])
+                    reach[row].append(step_reach[row])
+        return emitted, reach, num_steps

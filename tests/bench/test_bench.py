@@ -1,0 +1,313 @@
+"""The benchmark harness: a wrong kernel gets no number, costs are right by hand, and all benchmarks run on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specdec.bench.common import cost, machine, provenance, shapes, timing
+from specdec.bench.common.cost import H200, Cost, Machine
+from specdec.bench.common.harness import BenchOp, Call, Provider, WrongResultError
+from specdec.bench.common.shapes import StepShape, TreeSize
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = StepShape(shapes.TINY, batch=2, tree=TreeSize(7, 2), context=5, dtype=torch.float32)
+HAS_GPU = torch.cuda.is_available()
+
+
+class RecordingBenchmark:
+    """What the harness uses of pytest-benchmark's fixture; the rounds take 1, 2, 3 ... us."""
+
+    def __init__(self):
+        self.extra_info = {}
+        self.group = None
+        self.stats = None
+
+    def pedantic(self, target, args=(), setup=None, rounds=1, warmup_rounds=0, iterations=1):
+        for _ in range(warmup_rounds + rounds):
+            if setup:
+                setup()
+            for _ in range(iterations):
+                target(*args)
+        self.stats = SimpleNamespace(stats=SimpleNamespace(data=[1e-6 * (i + 1) for i in range(rounds)]))
+
+
+def make_op(function, *, dtype=torch.float32, definition=None, **settings):
+    """An op that doubles a tensor, with `function` as the provider under test."""
+
+    def make(shape, generator):
+        values = torch.randn(shape.batch, 100, generator=generator, device=generator.device)
+        return Call(args=((8 * values).to(dtype),))
+
+    reference = definition or (lambda x: x * 2)
+    return BenchOp(
+        name="double",
+        make=make,
+        definition=reference,
+        providers={"reference": Provider(reference), "tested": Provider(function)},
+        cost=lambda shape: Cost(num_bytes=8 * 100 * shape.batch),
+        **settings,
+    )
+
+
+def skips_the_last_element(x):
+    out = torch.empty_like(x)
+    out[:, :-1] = 2 * x[:, :-1]
+    return out
+
+
+WRONG = {
+    "an integer off by one": (lambda x: x * 2 + (x == x.max()).int(), torch.int32, "elements differ"),
+    "an integer not written": (skips_the_last_element, torch.int32, "2 of 200 elements differ"),
+    "a float off": (lambda x: 2.001 * x, torch.float32, "error .* at most"),
+    "a float not written": (skips_the_last_element, torch.float32, "error nan"),
+    "another dtype": (lambda x: x.double() * 2, torch.float32, "expected torch.float32 .* got torch.float64"),
+    "another shape": (lambda x: x[:1] * 2, torch.float32, r"\[2, 100\], got torch.float32 \[1, 100\]"),
+    "one output too many": (lambda x: (x * 2, x), torch.float32, "expected outputs"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_kernel_gets_no_number(case):
+    function, dtype, match = WRONG[case]
+    benchmark = RecordingBenchmark()
+    with pytest.raises(WrongResultError, match=match):
+        make_op(function, dtype=dtype).run(benchmark, "tested", SHAPE)
+    assert benchmark.stats is None
+    assert benchmark.extra_info == {}
+
+
+def test_a_kernel_that_spoils_its_arguments_in_place_is_compared_by_them():
+    op = make_op(
+        lambda x: x.add_(1), definition=lambda x: x.mul_(2), outputs=lambda call, _: call.args[0], dtype=torch.int32
+    )
+    with pytest.raises(WrongResultError, match="elements differ"):
+        op.check("tested", SHAPE)
+    op.check("reference", SHAPE)
+
+
+def test_memory_is_poisoned_for_the_check_alone():
+    poisoned = []
+
+    def doubles(x):
+        poisoned.append(torch.are_deterministic_algorithms_enabled())
+        return x * 2
+
+    torch.use_deterministic_algorithms(False)
+    make_op(doubles).check("tested", SHAPE)
+    assert poisoned == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_one_rounding_is_no_error(dtype):
+    make_op(lambda x: (x.double() * 2 * (1 + 1e-7)).to(dtype), dtype=dtype).check("tested", SHAPE)
+
+
+def test_a_right_kernel_gets_its_figures():
+    benchmark = RecordingBenchmark()
+    make_op(lambda x: x + x).run(benchmark, "tested", SHAPE)
+    info = benchmark.extra_info
+    assert benchmark.group == "double tiny-b2-n7-ctx5"
+    assert info["p20_us"] <= info["p50_us"] <= info["p80_us"]
+    assert info["bytes"] == 1600
+    assert info["provenance"]["device"] == (torch.cuda.get_device_name() if HAS_GPU else "cpu")
+    json.dumps(info)
+    if HAS_GPU:
+        assert info["percent_of_roofline"] > 0
+        assert "CUDA-graph replays" in info["timing"]
+    else:
+        assert info["p50_us"] == pytest.approx(15.5)  # rounds of 1 to 30 us
+        assert info["roofline_us"] == pytest.approx(1600 / 4.3e6)
+        assert info["roofline_machine"] == "NVIDIA H200"
+        assert info["percent_of_roofline"] is None
+        assert "CPU wall time" in info["timing"]
+
+
+def test_a_provider_for_gpus_is_skipped_without_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    op = make_op(lambda x: x + x)
+    op = BenchOp("double", op.make, op.definition, {**op.providers, "gpu": Provider(print, needs_gpu=True)}, op.cost)
+    benchmark = RecordingBenchmark()
+    with pytest.raises(pytest.skip.Exception, match="gpu needs an NVIDIA GPU"):
+        op.run(benchmark, "gpu", SHAPE)
+    assert benchmark.extra_info == {}
+    machine.measure_machine.cache_clear()
+    with pytest.raises(RuntimeError, match="expected an NVIDIA GPU"):
+        machine.measure_machine()
+
+
+def test_an_op_needs_a_reference_among_its_providers():
+    op = make_op(lambda x: x)
+    with pytest.raises(ValueError, match="providers: expected one named 'reference', got tested"):
+        BenchOp("double", op.make, op.definition, {"tested": op.providers["tested"]}, op.cost)
+
+
+@pytest.mark.parametrize(
+    ("touched", "size", "free", "expected"),
+    [
+        (100, 100, 10**6, (40, 40)),  # small inputs: every launch has a copy of its own
+        (150, 150, 10**6, (3, 40)),  # 3 * 150 bytes are more than four times a cache of 100
+        (10**4, 10**4, 10**6, (1, 40)),
+        (10, 10**6, 3 * 10**6, (3, 3)),  # room for three copies, which fit the cache: each is used once
+        (10, 10**6, 10, (1, 1)),
+    ],
+)
+def test_no_launch_finds_its_inputs_in_the_cache(touched, size, free, expected):
+    l2_bytes = 1000 if touched == 100 else 100
+    assert timing.rotation(touched, size, l2_bytes, free, 40) == expected
+
+
+@pytest.mark.parametrize(
+    ("computed", "num_bytes", "num_flops"),
+    [
+        # keys 10 + 2; K and V 2*12*2*8*2, q and out 2*2*4*8*2, words 2*4, length 4
+        (
+            cost.tree_attention(
+                batch=1, num_nodes=2, num_heads=4, num_kv_heads=2, head_dim=8, context=10, element_bytes=2
+            ),
+            768 + 256 + 8 + 4,
+            4 * 2 * 4 * 8 * 12,
+        ),
+        # 40 nodes in the cache: 50 keys and two words per node, words of their own for both rows
+        (
+            cost.tree_attention(
+                batch=2,
+                num_nodes=2,
+                num_heads=4,
+                num_kv_heads=2,
+                head_dim=8,
+                context=10,
+                element_bytes=2,
+                num_tree_nodes=40,
+                shared_tree=False,
+            ),
+            2 * 3200 + 2 * 256 + 2 * 16 + 8,
+            4 * 2 * 2 * 4 * 8 * 50,
+        ),
+        # Llama-2-7B, four nodes moved: 4 * 32 layers * K and V * 8 KiB, read and written
+        (
+            cost.kv_compact(
+                num_moved=4, num_layers=32, num_kv_heads=32, head_dim=128, element_bytes=2, batch=1, path_length=6
+            ),
+            2 * 4 * 32 * 2 * 8192 + 8 * 4,
+            0,
+        ),
+        # per row 4 candidates of 8 bytes, root and length; 3 tables of 5; 2 outputs of 2 * 5
+        (cost.tree_expand(batch=2, num_nodes=5, candidate_bytes=8), 2 * (32 + 8) + 60 + 80, 0),
+        # 10 tokens, 10 targets, 5 parents, 2 budgets, 1 stop token; 2 rows of 3 + 3 + 2
+        (cost.accept_greedy(batch=2, num_nodes=5, max_depth=2, num_stop_tokens=1), 4 * (28 + 16), 0),
+        (cost.rms_norm(num_rows=3, width=8, element_bytes=2), 2 * 8 * (3 + 3 + 1), 4 * 24),
+        (cost.rms_norm(num_rows=3, width=8, element_bytes=2, residual=True), 2 * 8 * (6 + 6 + 1), 5 * 24),
+        # two seeds and the step, 10 numbers
+        (cost.philox_uniform(batch=2, count=5), 24 + 40, 10),
+        (cost.philox_uniform(batch=2, count=5, exponential=True), 24 + 40, 40),
+    ],
+    ids=[
+        "attention",
+        "attention of a level",
+        "compact",
+        "expand",
+        "accept",
+        "norm",
+        "add and norm",
+        "uniforms",
+        "exponentials",
+    ],
+)
+def test_costs_are_those_computed_by_hand(computed, num_bytes, num_flops):
+    assert computed == Cost(num_bytes, num_flops)
+
+
+def test_the_roofline_is_the_larger_of_two_times():
+    made_up = Machine("made up", bytes_per_s=1e9, flops_per_s=1e12)
+    assert Cost(num_bytes=3000, num_flops=0).roofline_us(made_up) == pytest.approx(3)
+    assert Cost(num_bytes=3000, num_flops=7_000_000).roofline_us(made_up) == pytest.approx(7)
+    llama = shapes.LLAMA_2_7B
+    attention = cost.tree_attention(
+        batch=1,
+        num_nodes=1,
+        num_heads=llama.num_heads,
+        num_kv_heads=llama.num_kv_heads,
+        head_dim=llama.head_dim,
+        context=2048,
+        element_bytes=2,
+    )
+    assert attention.roofline_us(H200) == pytest.approx(7.8, abs=0.05)  # 33.6 MB of keys and values
+
+
+@pytest.mark.parametrize("tree", [*shapes.TREES, TreeSize(5, 4), TreeSize(9, 1)], ids=str)
+def test_a_regular_tree_is_a_tree(tree):
+    parents, depths = tree.parents(), tree.depth("cpu")[0].tolist()
+    assert tree.parent("cpu").tolist() == [parents]
+    assert len(parents) == tree.num_nodes
+    assert parents[0] == -1
+    assert depths[0] == 0
+    assert max(depths) == tree.max_depth
+    assert all(0 <= parents[i] < i and depths[i] == depths[parents[i]] + 1 for i in range(1, tree.num_nodes))
+    words = tree.ancestors("cpu")
+    assert words.dtype == torch.int32
+    assert words.shape == (1, tree.num_nodes, (tree.num_nodes + 31) // 32)
+    for node in range(tree.num_nodes):
+        expected, above = set(), node
+        while above >= 0:
+            expected.add(above)
+            above = parents[above]
+        bits = {32 * w + bit for w, word in enumerate(words[0, node].tolist()) for bit in range(32) if word >> bit & 1}
+        assert bits == expected
+    path = tree.path()
+    assert len(path) == tree.max_depth + 1
+    assert [parents[node] for node in path] == [-1, *path[:-1]]
+
+
+def test_impossible_trees_are_refused():
+    for num_nodes, max_depth in ((3, 3), (0, 0), (4, -1), (2, 0)):
+        with pytest.raises(ValueError, match="max_depth: expected"):
+            TreeSize(num_nodes, max_depth)
+
+
+def test_large_shapes_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert {shape.model for shape in shapes.step_shapes()} == {shapes.TINY}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = [str(shape) for shape in shapes.step_shapes(trees=[TreeSize(64, 5)])]
+    assert len(names) == len(set(names)) == 3 * 4 * 3
+    assert "Llama-3-8B-b8-n64-ctx8192" in names
+
+
+def test_provenance_says_where_a_number_comes_from():
+    record = provenance.provenance()
+    assert record["torch"] == torch.__version__
+    assert record["argv"] == [Path(sys.argv[0]).name, *sys.argv[1:]]
+    assert record["utc"].endswith("+00:00")
+    assert (record["driver"] is None) is not HAS_GPU
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert record["git_sha"] == (head.stdout.strip() if head.returncode == 0 else None)
+
+
+def test_all_kernel_benchmarks_run_without_a_gpu(tmp_path):
+    records = tmp_path / "records.json"
+    command = [sys.executable, "-m", "pytest", "bench/kernels", "--benchmark-only", f"--benchmark-json={records}"]
+    command += ["-p", "no:cacheprovider"]
+    # pytest-benchmark takes no times below a worker of xdist
+    hidden = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    infos = [record["extra_info"] for record in json.loads(records.read_text())["benchmarks"]]
+    files = {path.stem.removeprefix("bench_") for path in (ROOT / "bench" / "kernels").glob("bench_*.py")}
+    ops = {info["op"] for info in infos}
+    assert not [file for file in files if not any(op.startswith(file) for op in ops)]
+    for info in infos:
+        assert info["provider"] != "triton"
+        assert "CPU wall time" in info["timing"]
+        assert info["p50_us"] > 0
+        assert info["bytes"] > 0
+        assert info["percent_of_roofline"] is None
+        assert info["provenance"]["utc"]

@@ -1,0 +1,108 @@
+"""Kernels compiled ahead of time, for GPUs that are not here: no spills, shared memory in limits, no regression."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specdec.bench.compiled.compile_only import CompiledKernel, compile_launches
+from specdec.bench.resources import ARCHITECTURES, cases, compare, read_table
+
+ROOT = Path(__file__).resolve().parents[2]
+SM_90A = ARCHITECTURES["sm_90a"]
+KERNEL = CompiledKernel(
+    name="k", registers=100, stack_bytes=0, shared_bytes=1000, num_hmma=0, num_hgmma=8, num_async_copies=48
+)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_every_kernel_compiles_without_spills_or_regressions():
+    # a process of its own: in this one @triton.jit may have made interpreted kernels
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "specdec.bench.resources"], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+ROPE_PTX = """
+from specdec.bench.compiled.compile_only import _recorded_launches
+from specdec.bench.resources import cases
+for name, launch in cases().items():
+    if name.startswith("rope_kv_write/"):
+        with _recorded_launches(90) as kernels:
+            launch()
+        print(*(kernel.asm["ptx"] for kernel in kernels))
+"""
+
+
+@pytest.mark.compile
+def test_rotary_products_are_rounded_before_they_are_added():
+    """As in transformers: fused, a quarter of half precision's results would differ. The interpreter fuses none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", ROPE_PTX]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "mul.rn.bf16" in result.stdout or "mul.bf16" in result.stdout
+    assert "fma" not in result.stdout
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_op_is_in_the_tables(architecture):
+    kernels = {path.stem for path in (ROOT / "kernels").glob("*.py") if "@triton.jit" in path.read_text()}
+    references = {path.stem for path in (ROOT / "kernels" / "reference").glob("*.py")}
+    assert kernels & references <= {name.split("/")[0] for name in cases()}
+    _, table = read_table(architecture)
+    assert {name.split(" ")[0] for name in table} == set(cases())
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")
+def test_interpreted_kernels_are_refused():
+    with pytest.raises(RuntimeError, match="expected compiled kernels, got TRITON_INTERPRET=1"):
+        compile_launches(lambda: None, 90)
+
+
+def test_an_unchanged_kernel_passes():
+    assert compare({"case k": KERNEL}, SM_90A, {"case k": KERNEL}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"stack_bytes": 8}, "case k: spills registers, 8 bytes of stack per thread"),
+        ({"shared_bytes": 232449}, "case k: 232449 bytes of shared memory, limit 232448"),
+    ],
+)
+def test_spills_and_limits_fail_with_and_without_a_table(change, problem):
+    changed = {"case k": replace(KERNEL, **change)}
+    assert compare(changed, SM_90A, None) == [problem]
+    assert compare(changed, SM_90A, {"case k": KERNEL}) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"registers": 117}, "case k: 117 registers, 100 in the table"),
+        ({"num_hmma": 64, "num_hgmma": 0}, "case k: 64 mma and 0 wgmma instructions, 0 and 8 in the table"),
+        ({"num_async_copies": 0}, "case k: 0 async copies, 48 in the table"),
+    ],
+)
+def test_regressions_fail_against_the_table_of_the_same_triton_only(change, problem):
+    changed = {"case k": replace(KERNEL, **change)}
+    assert compare(changed, SM_90A, {"case k": KERNEL}) == [problem]
+    assert compare(changed, SM_90A, None) == []
+
+
+def test_a_few_more_registers_and_other_tile_sizes_pass():
+    changed = replace(KERNEL, registers=116, shared_bytes=2000, num_hgmma=16, num_async_copies=96)
+    assert compare({"case k": changed}, SM_90A, {"case k": KERNEL}) == []
+
+
+def test_a_case_that_is_missing_on_either_side_fails():
+    assert compare({"new k": KERNEL}, SM_90A, {"old k": KERNEL}) == [
+        "new k: not in the table; run with --update",
+        "old k: in the table only; run with --update",
+    ]

@@ -1,0 +1,37 @@
+"""Code of a caller that the tests of `generate` hand over, and a draft model that is often right."""
+
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from lib.families import FAMILIES, build_model
+
+
+@torch.no_grad()
+def noisy_copy(model):
+    """The target with disturbed weights: a draft model that is right now and then."""
+    family = next(name for name, build in FAMILIES.items() if type(build()) is type(model))
+    copy = build_model(family)
+    copy.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    for parameter in copy.parameters():
+        parameter += 0.02 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return copy
+
+
+class Alternating(LogitsProcessor):
+    """Like a grammar: even and odd tokens take turns, as the text's length says."""
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill((torch.arange(scores.shape[1]) + input_ids.shape[1]) % 2 == 0, -torch.inf)
+
+
+class EndsAt(StoppingCriteria):
+    """Ends a text at a length; asks to see every prefix on the way."""
+
+    def __init__(self, length):
+        self.length = length
+        self.seen = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids.shape[1])
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)

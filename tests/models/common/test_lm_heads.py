@@ -1,0 +1,101 @@
+"""models.lm_heads: the best tokens by the kernel are those of the logits, and equal logits go to the lower token."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from specdec.drafting.candidates import TopK, choose_from
+from specdec.kernels.reference.lm_head_topk import lm_head_topk as reference
+from specdec.models.common import lm_heads
+from specdec.models.common.lm_heads import LMHeads, best_of
+
+
+def whole(generator, *shape):
+    """Small whole numbers: every sum of products is exact, and ties are everywhere."""
+    return torch.randint(-2, 3, shape, generator=generator).float()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([0.5, 3.0, 1000.0]), st.booleans())
+def test_best_of_keeps_the_order_of_a_stable_sort(seed, vocab_size, scale, is_half):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(2, 3, vocab_size, generator=generator)).round()
+    odd = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 0.0])[torch.randint(5, logits.shape, generator=generator)]
+    logits = torch.where(torch.rand(logits.shape, generator=generator) < 0.2, odd, logits)
+    logits = logits.half() if is_half else logits
+    before = logits.clone()
+    clean = logits.float().masked_fill(logits.isnan(), -math.inf) + 0.0
+    order = torch.sort(clean, dim=-1, descending=True, stable=True).indices
+    for k in {1, (vocab_size + 1) // 2, vocab_size}:
+        assert torch.equal(best_of(logits, k), order[..., :k])
+    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+
+
+def heads_of_every_kind(generator, num_lists, vocab_size, width, rank, backend):
+    """LM heads by name, with the weight and the projection that define them."""
+    weight = whole(generator, num_lists, vocab_size, width)
+    low, down = whole(generator, num_lists, vocab_size, rank), whole(generator, num_lists, rank, width)
+    module = nn.Linear(width, vocab_size, bias=False)
+    module.weight.data = whole(generator, vocab_size, width)
+    return {
+        "own": (LMHeads(weight, backend=backend), weight, None),
+        "low rank": (LMHeads(low, down, backend=backend), low, down),
+        "shared": (LMHeads.of(module, backend=backend), module.weight.detach()[None], None),
+    }
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreter), None])
+@torch.no_grad()
+def test_best_tokens_are_those_of_the_op_with_many_ties(backend, generator):
+    states = whole(generator, 2, 3, 8)
+    for heads, weight, down in heads_of_every_kind(generator, 3, 300, 8, 4, backend).values():
+        expected = reference(states.transpose(0, 1), weight, k=5, down=down, store_logits=True)
+        torch.testing.assert_close(heads.logits(states), expected.logits)
+        best = heads.best(states, 5)
+        assert torch.equal(best.tokens, expected.tokens)
+        assert torch.equal(heads.best_tokens(states, 5).int(), expected.tokens)
+        assert torch.equal(choose_from(TopK(), heads, states, 5).tokens.int(), expected.tokens)
+        torch.testing.assert_close(best.values, expected.values)
+        torch.testing.assert_close(best.logsumexp, expected.logsumexp)
+        assert not best.has_nan.any()
+        # a rule of another kind is given the logits
+        seen = []
+        choose_from(lambda logits, num_ranks, seen=seen: seen.append((logits, num_ranks)), heads, states, 5)
+        torch.testing.assert_close(seen[0][0], expected.logits)
+
+
+class Doubling(nn.Linear):
+    """A head of another class, as quantized ones are."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked(head):
+    head.register_forward_hook(lambda module, args, output: output.flip(-1))
+    return head
+
+
+@pytest.mark.parametrize(
+    "head",
+    [Doubling(8, 40, bias=False), nn.Linear(8, 40), hooked(nn.Linear(8, 40, bias=False)), nn.Linear(8, 40).double()],
+    ids=["another class", "a bias", "a hook", "another dtype"],
+)
+@torch.no_grad()
+def test_a_head_that_is_no_plain_linear_is_called_as_it_is(head, generator, monkeypatch):
+    monkeypatch.setattr(lm_heads, "lm_head_topk", None)  # would fail if it was called
+    states = torch.randn(2, 3, 8, generator=generator).to(head.weight.dtype)
+    heads = LMHeads.of(head, backend="triton" if head.weight.dtype == torch.float32 else None)
+    assert torch.equal(heads.best_tokens(states, 4), head(states).topk(4).indices)
+    assert torch.equal(heads.best(states, 4).tokens, head(states).topk(4).indices.int())
+
+
+@torch.no_grad()
+def test_more_tokens_than_the_kernel_returns(generator):
+    heads = LMHeads(torch.randn(2, 60, 8, generator=generator), backend="triton")
+    states = torch.randn(1, 2, 8, generator=generator)
+    assert torch.equal(heads.best_tokens(states, 40), heads.logits(states).topk(40).indices)

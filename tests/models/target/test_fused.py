@@ -1,0 +1,297 @@
+"""models.fused: what the stock layers compute, and a model that is as it was afterwards."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lib.families import VOCAB_SIZE, build_model, pad, random_prompts
+from lib.scripted_drafters import oracle
+from lib.tolerances import FLOOR
+from specdec.loop.decoder import Decoder
+from specdec.models.target import fused
+from specdec.models.target.fused import fused_layers
+from specdec.models.target.target import Target
+from specdec.trees.shape import TreeShape
+
+LLAMA_SHAPED = ["llama", "llama3", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"]
+TREE = TreeShape.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1]])
+DEPTH = torch.tensor(TREE.depth, dtype=torch.int32)[None]
+ANCESTORS = torch.tensor(TREE.ancestor_words, dtype=torch.int32)[None]
+
+
+def score(target, prompts, tree_tokens):
+    """What the target says about a tree behind ragged prompts, and the cache it leaves."""
+    ids, mask = pad(prompts, "right")
+    with torch.no_grad(), target.hooked():
+        cache = target.new_cache(len(prompts), ids.shape[1] + TREE.num_nodes)
+        target.prefill(ids, mask.sum(1).int(), cache)
+        return target.score(tree_tokens, DEPTH, ANCESTORS, cache), cache
+
+
+def random_tree(generator, batch_size):
+    return torch.randint(1, VOCAB_SIZE, (batch_size, TREE.num_nodes), generator=generator)
+
+
+def make_biased(model, generator):
+    """Give every bias a value: they start as zeros."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def num_fused(model):
+    with fused_layers(model) as count:
+        return count
+
+
+@pytest.mark.parametrize("family", LLAMA_SHAPED)
+def test_a_tree_is_scored_as_by_the_stock_layers(family, generator):
+    model = make_biased(build_model(family), generator)
+    prompts, tree_tokens = random_prompts(generator, [19, 7, 13]), random_tree(generator, 3)
+    expected, expected_cache = score(Target(model, tap_layers=(0, 2)), prompts, tree_tokens)
+    got, cache = score(Target(model, tap_layers=(0, 2), fused=True), prompts, tree_tokens)
+    torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(got.hidden, expected.hidden, atol=2e-5, rtol=1e-5)
+    for tap, expected_tap in zip(got.taps, expected.taps, strict=True):
+        torch.testing.assert_close(tap, expected_tap, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(cache.data, expected_cache.data, atol=2e-5, rtol=1e-5)
+    assert num_fused(model) == 3
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "qwen2", "qwen3"])
+def test_a_tree_is_scored_by_the_kernels_as_by_the_stock_layers(family, generator):
+    model = make_biased(build_model(family), generator)
+    prompts, tree_tokens = random_prompts(generator, [14, 5]), random_tree(generator, 2)
+    expected, expected_cache = score(Target(model), prompts, tree_tokens)
+    target = Target(model, backend="triton")
+    assert target.fused
+    got, cache = score(target, prompts, tree_tokens)
+    torch.testing.assert_close(got.logits, expected.logits, atol=5e-5, rtol=1e-5)
+    torch.testing.assert_close(cache.data, expected_cache.data, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_half_precision_rounds_where_the_stock_layers_round(family, dtype, generator):
+    model = make_biased(build_model(family), generator).to(dtype)
+    prompts, tree_tokens = random_prompts(generator, [9, 5]), random_tree(generator, 2)
+    wide = copy.deepcopy(model).float()
+    exact = score(Target(wide), prompts, tree_tokens)[0].logits
+    expected = score(Target(model), prompts, tree_tokens)[0].logits.float()
+    got = score(Target(model, fused=True), prompts, tree_tokens)[0].logits.float()
+    # where the products come out alike, so does everything else, bit by bit
+    assert (got == expected).float().mean() > 0.5
+    bound = 2 * (expected - exact).abs().max() + FLOOR[dtype]
+    assert (got - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("family", LLAMA_SHAPED)
+def test_greedy_text_is_the_same_with_and_without(family, generator):
+    model = build_model(family)
+    prompts = random_prompts(generator, [9, 4, 13])
+    expected = Decoder(model).decode(prompts, 64).tokens
+    shape = TreeShape.from_k_config((3, 2, 1))
+    for drafter in (None, oracle(shape, expected, VOCAB_SIZE)):
+        result = Decoder(Target(model, fused=True), drafter).decode(prompts, 64)
+        assert result.tokens == expected
+    assert result.stats.tau > 3.5
+
+
+def test_opt_is_left_alone(generator):
+    model = build_model("opt")
+    prompts, tree_tokens = random_prompts(generator, [9, 5]), random_tree(generator, 2)
+    expected = score(Target(model), prompts, tree_tokens)[0]
+    assert torch.equal(score(Target(model, fused=True), prompts, tree_tokens)[0].logits, expected.logits)
+    assert num_fused(model) == 0
+
+
+def snapshot(model):
+    """What must be as it was: attributes and hooks of every module, identities and values of all tensors."""
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    parameters = {name: (id(p), p.requires_grad, p.is_inference()) for name, p in model.named_parameters()}
+    return attributes, hooks, parameters, list(model.state_dict())
+
+
+@pytest.mark.parametrize("ending", [None, RuntimeError, KeyboardInterrupt])
+def test_the_model_is_as_before_whatever_ends_the_block(ending, generator, tmp_path):
+    model = build_model("qwen2")
+    (prompt,) = random_prompts(generator, [9])
+    before, weights = snapshot(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = model(prompt[None]).logits.detach()
+    target = Target(model, fused=True)
+    seen = []
+
+    def fail(*_):
+        seen.append(type(model.model.layers[0].forward).__name__)
+        if ending is not None:
+            raise ending
+
+    handle = model.model.layers[2].mlp.down_proj.register_forward_hook(fail)
+    try:
+        score(target, [prompt], random_tree(generator, 1))
+    except (RuntimeError, KeyboardInterrupt) as error:
+        assert type(error) is ending  # noqa: PT017 - either of them or none
+    handle.remove()
+    assert seen[-1] == "_Layer"
+    assert snapshot(model) == before
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model(prompt[None]).logits, own)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
+def test_the_model_can_be_trained_after_the_weights_were_packed(inside, generator):
+    model, other = build_model("qwen2"), build_model("qwen2")
+    with inside(), Target(model, fused=True).hooked():
+        pass
+    (prompt,) = random_prompts(generator, [9])
+    for one in (model, other):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        one(prompt[None], labels=prompt[None]).loss.backward()
+        optimizer.step()
+    for (name, parameter), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, msg=name)
+    # training went into the packed weights
+    stock = score(Target(model), [prompt], random_tree(generator, 1))[0].logits
+    assert not torch.equal(stock, torch.zeros_like(stock))
+
+
+def groups(layer):
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+
+
+def is_one_storage(linears):
+    return len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1
+
+
+def test_weights_are_packed_once_and_take_no_more_memory(generator):
+    model = build_model("llama")
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert not any(is_one_storage(group) for group in groups(model.model.layers[1]))
+    places = []
+    for _ in range(2):
+        assert num_fused(model) == 3
+        places.append([parameter.data_ptr() for parameter in model.parameters()])
+    assert places[0] == places[1]
+    assert all(is_one_storage(group) for layer in model.model.layers for group in groups(layer))
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == num_bytes
+    # a cast moves every parameter to a place of its own; the next block mends that
+    model.double().float()
+    assert not any(is_one_storage(group) for group in groups(model.model.layers[1]))
+    prompts, tree_tokens = random_prompts(generator, [9]), random_tree(generator, 1)
+    expected = score(Target(model), prompts, tree_tokens)[0].logits
+    torch.testing.assert_close(
+        score(Target(model, fused=True), prompts, tree_tokens)[0].logits, expected, atol=2e-5, rtol=1e-5
+    )
+    assert all(is_one_storage(group) for layer in model.model.layers for group in groups(layer))
+
+
+class Scaled(nn.Linear):
+    """A linear layer of another class, as quantized and LoRA layers are."""
+
+    @classmethod
+    def of(cls, linear):
+        scaled = cls(linear.in_features, linear.out_features, bias=False)
+        scaled.weight = linear.weight
+        return scaled
+
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+def replace_v(model):
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = Scaled.of(attention.v_proj)
+
+
+def hook_up(model):
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
+def hook_norm(model):
+    model.model.layers[1].input_layernorm.register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
+def hook_layer(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output.flip(-1))
+
+
+def hook_final_norm(model):
+    model.model.norm.register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
+def tie(model):
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[2].mlp.up_proj.weight
+
+
+def share_memory(model):
+    weights = torch.stack([layer.self_attn.q_proj.weight.detach() for layer in model.model.layers])
+    for layer, weight in zip(model.model.layers, weights, strict=True):
+        layer.self_attn.q_proj.weight.data = weight
+
+
+def replace_forward(model):
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: 0.5 * forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [(replace_v, 3), (hook_up, 3), (hook_norm, 3), (hook_layer, 3), (hook_final_norm, 3), (tie, 3), (share_memory, 3),
+     (replace_forward, 2)],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The .*forward")
+def test_what_others_have_changed_goes_on_working(change, layers, generator):
+    model = build_model("llama")
+    prompts, tree_tokens = random_prompts(generator, [9, 4]), random_tree(generator, 2)
+    unchanged = score(Target(model), prompts, tree_tokens)[0].logits
+    change(model)
+    places = [parameter.data_ptr() for parameter in model.model.layers[1].parameters()]
+    expected, _ = score(Target(model), prompts, tree_tokens)
+    if change is not share_memory:
+        assert not torch.allclose(expected.logits, unchanged, atol=1e-2), "the change changed nothing"
+    got, _ = score(Target(model, fused=True), prompts, tree_tokens)
+    torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(got.hidden, expected.hidden, atol=2e-5, rtol=1e-5)
+    assert num_fused(model) == layers
+    assert [parameter.data_ptr() for parameter in model.model.layers[1].parameters()] != places or layers == 2
+
+
+def test_nested_blocks_and_targets_of_either_kind(generator):
+    model = build_model("llama")
+    prompts, tree_tokens = random_prompts(generator, [9]), random_tree(generator, 1)
+    stock, path = Target(model, fused=False), Target(model, fused=True)
+    expected = score(stock, prompts, tree_tokens)[0].logits
+    before = snapshot(model)
+    calls = []
+    kept = fused.rope_kv_write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "rope_kv_write", lambda *args, **kwargs: calls.append(0) or kept(*args, **kwargs))
+        for outer, inner in ((stock, path), (path, stock), (path, path)):
+            calls.clear()
+            with outer.hooked():
+                got = score(inner, prompts, tree_tokens)[0].logits
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+            assert len(calls) == 3 * inner.fused
+    assert snapshot(model) == before
+
+
+@pytest.mark.interpreter
+def test_by_default_the_backend_decides():
+    model = build_model("llama")
+    assert not Target(model).fused
+    assert Target(model, backend="triton").fused
+    assert not Target(model, backend="triton", fused=False).fused

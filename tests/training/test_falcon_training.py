@@ -1,0 +1,264 @@
+"""Falcon's training: its loss by the paper's equations, glances, noise, and what the settings do."""
+
+import math
+
+import pytest
+import torch
+
+from lib.drafter_checks import propose
+from lib.falcon_equations import Literal, make_network
+from lib.families import VOCAB_SIZE, build_model, random_prompts
+from specdec.drafters.falcon import Falcon
+from specdec.drafting.candidates import TopK
+from specdec.models.networks.falcon import FalconConfig, FalconNetwork
+from specdec.models.networks.layer import MaskedAttention
+from specdec.models.target.target import Target
+from specdec.training.objectives.base import TrainingBatch
+from specdec.training.objectives.falcon import FalconObjective, glance_at, relaxed_mask
+from specdec.trees.shape import TreeShape
+
+
+def make_batch(model, generator, lengths=(12, 9), progress=0.0):
+    """Texts of the target's own words, right-padded; the first two tokens are a question."""
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    loss_mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
+        loss_mask[row, 2:length] = True
+    with torch.no_grad():
+        output = model(tokens, output_hidden_states=True)
+    return TrainingBatch(
+        tokens, tokens, loss_mask, output.hidden_states[-1], output.logits, progress=progress
+    )  # fmt: skip
+
+
+def record_inputs(network):
+    """Keep the features and tokens' embeddings of every pass."""
+    passes, forward = [], network.forward
+
+    def recording(features, embedded, positions, attend):
+        passes.append((features.detach().clone(), embedded.detach().clone(), torch.is_grad_enabled()))
+        return forward(features, embedded, positions, attend)
+
+    network.forward = recording
+    return passes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_size", [2, 3])
+def test_the_training_pass_computes_what_a_draft_computes_at_the_same_places(block_size, generator):
+    model = build_model("llama")
+    network = make_network(model, block_size=block_size)
+    objective = FalconObjective(network, Target(model)).eval()
+    text = random_prompts(generator, [12])[0]
+    for length in range(block_size, 12, block_size):
+        batch = make_batch(model, generator, lengths=(length + block_size + 1,))
+        tokens = torch.cat((text[: length + 1], batch.tokens[0, length + 1 :]))[None]
+        output = model(tokens, output_hidden_states=True)
+        everywhere = torch.ones(1, length, dtype=torch.bool)
+        taught = objective._guess(output.hidden_states[-1][:, :-1], tokens[:, 1:], everywhere)
+        seen = []
+
+        def choose(logits, num_ranks, seen=seen):
+            seen.append(logits)
+            return TopK()(logits, num_ranks)
+
+        propose(Falcon(network, TreeShape.chain(block_size)), model, text[:length], text[length].item(), choose)
+        torch.testing.assert_close(seen[0][0], model.lm_head(taught[-block_size:]), atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_the_loss_is_the_papers(block_size, generator):
+    model = build_model("llama")
+    network = make_network(model, block_size=block_size)
+    objective = FalconObjective(network, Target(model)).eval()
+    batch = make_batch(model, generator)
+    parts = objective(batch)
+    terms = []
+    for row, length in enumerate((12, 9)):
+        literal = Literal(network, model, batch.tokens[row, : length - 1], batch.tokens[row, length - 1].item())
+        z = literal.fuse(literal.pairs)
+        for pair in range(length - 1 - block_size):
+            if pair + block_size + 1 < 2:
+                continue  # the question is not learnt
+            end = (pair // block_size + 1) * block_size  # of its block
+            guess = literal.layer(z[:end], pair)
+            feature = batch.hidden[row, pair + block_size]
+            p, q = model.lm_head(feature).softmax(0), model.lm_head(guess).softmax(0)
+            off = (feature - guess).abs()
+            smooth = torch.where(off < 1, off**2 / 2, off - 0.5).mean()
+            terms.append((smooth, (p * (p / q).log()).sum(), -q[p.argmax()].log()))
+    regression, soft, hard = torch.tensor(terms).mean(0)
+    for name, expected in (("regression", regression), ("soft", soft), ("hard", hard)):
+        torch.testing.assert_close(parts[name], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(parts["loss"], regression + 0.1 * (0.9 * soft + 0.1 * hard), rtol=1e-4, atol=1e-5)
+    other = FalconObjective(network, Target(model), distillation_weight=0.5, soft_weight=0.2).eval()(batch)["loss"]
+    torch.testing.assert_close(other, regression + 0.5 * (0.2 * soft + 0.8 * hard), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("glance", ["run", "blocks"])
+@pytest.mark.parametrize("progress", [0.0, 0.5])
+def test_a_glance_shows_answers_at_a_part_of_the_wrong_places(glance, progress, generator):
+    model = build_model("llama")
+    network = make_network(model, block_size=3, lstm_dropout=0.0)
+    objective = FalconObjective(network, Target(model), glance=glance, noise=0.0).train()
+    batch = make_batch(model, generator, lengths=(40, 30), progress=progress)
+    passes = record_inputs(network)
+    objective(batch)
+    (features, embedded, first_grad), (shown_features, shown_embedded, second_grad) = passes
+    assert (first_grad, second_grad) == (False, True)
+    changed = (features != shown_features).any(-1)
+    assert torch.equal(features, batch.hidden[:, :-1])
+    with torch.no_grad():
+        mask = relaxed_mask(39, 3, torch.device("cpu"))
+        guessed = network(features, embedded, torch.arange(39)[None], MaskedAttention(mask))
+        said = batch.logits.argmax(-1)
+        for row, length in enumerate((40, 30)):
+            places = range(length - 4)
+            wrong = sum(int(model.lm_head(guessed[row, t]).argmax() != said[row, t + 3]) for t in places)
+            where = changed[row].nonzero()[:, 0].tolist()
+            number = int(0.4 * (1 - progress) * wrong)
+            assert number > 3, "too few to tell"
+            if glance == "run":
+                assert where == [*range(where[0], where[0] + number)]
+            else:
+                assert len(where) == number // 2 * 2
+                assert all(t % 3 < 2 for t in where)
+            assert all(t in places for t in where)
+            for t in where:
+                assert torch.equal(shown_features[row, t], batch.hidden[row, t + 3])
+                assert torch.equal(shown_embedded[row, t], model.get_input_embeddings()(said[row, t + 3]))
+            rest = [t for t in range(39) if t not in where]
+            assert torch.equal(shown_embedded[row, rest], embedded[row, rest])
+
+
+def test_a_glance_is_left_out_at_the_end_in_eval_mode_and_on_request(generator):
+    model = build_model("llama")
+    network = make_network(model)
+
+    def inputs(mode, batch, **settings):
+        objective = FalconObjective(network, Target(model), noise=0.0, **settings).train(mode)
+        passes = record_inputs(network)
+        objective(batch)
+        del network.forward
+        return passes
+
+    late, early = make_batch(model, generator, progress=1.0), make_batch(model, generator)
+    for passes, batch, number in (
+        (inputs(True, late), late, 2),
+        (inputs(True, early, glance_ratio=0.0), early, 1),
+        (inputs(False, early), early, 1),
+    ):
+        assert len(passes) == number
+        assert torch.equal(passes[-1][0], batch.hidden[:, :-1])
+
+
+def test_noise_is_uniform_and_for_training_alone(generator):
+    model = build_model("llama")
+    network = make_network(model)
+    objective = FalconObjective(network, Target(model), glance_ratio=0.0).train()
+    batch = make_batch(model, generator, lengths=(60, 60))
+    passes = record_inputs(network)
+    objective(batch)
+    noise = passes[0][0] - batch.hidden[:, :-1]
+    assert 0.099 < noise.abs().max() <= 0.1001
+    assert abs(noise.var() - 0.2**2 / 12) < 1e-4
+    objective.eval()(batch)
+    assert torch.equal(passes[1][0], batch.hidden[:, :-1])
+
+
+def test_runs_begin_anywhere_and_keep_to_their_places():
+    places = torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).bool().expand(400, -1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        runs = glance_at(places, torch.full((400,), 2), 2, "run")
+        everything = glance_at(places, torch.full((400,), 4), 2, "run")
+        nothing = glance_at(places, torch.zeros(400, dtype=torch.int64), 2, "blocks")
+    found = {tuple(row.nonzero()[:, 0].tolist()) for row in runs}
+    assert found == {(1, 2), (2, 4), (4, 5)}
+    assert torch.equal(everything, places)
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_the_loss_falls_and_gradients_reach_the_network_alone(recurrent, generator):
+    model = build_model("llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        objective = FalconObjective.new(Target(model), recurrent=recurrent).train()
+        optimizer = torch.optim.AdamW(objective.parameters(), lr=3e-3)
+        batch = make_batch(model, generator, lengths=(24, 17))
+        losses = []
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = objective(batch)["loss"]
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+    assert losses[-1] < 0.6 * losses[0]
+    assert {id(p) for p in objective.parameters()} == {id(p) for p in objective.network.parameters()}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, parameter in objective.network.named_parameters():
+        # an LSTM that starts anew at every token never uses its recurrent weights
+        assert (parameter.grad.abs().sum() > 0) == (recurrent or "weight_hh" not in name), name
+    assert isinstance(objective.drafter(), Falcon)
+
+
+@torch.no_grad()
+def test_training_begins_with_tokens_as_loud_as_states(generator):
+    model = build_model("llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = FalconObjective.new(Target(model), lstm_bias=False).network
+    features = torch.randn(2, 50, network.config.hidden_size, generator=generator)
+    embedded = model.get_input_embeddings()(torch.randint(1, VOCAB_SIZE, (2, 50), generator=generator))
+    token, state = network.lstm.weight_ih_l0.chunk(2, 1)
+    assert (embedded @ token.T).std().item() == pytest.approx((features @ state.T).std().item(), rel=0.2)
+    plain = FalconNetwork(network.config)
+    said, before = (n.lstm(torch.cat((embedded, features), -1))[0].std() for n in (network, plain))
+    assert said > 2 * before
+
+
+def test_a_batch_without_usable_place_costs_nothing(generator):
+    model = build_model("llama")
+    objective = FalconObjective(make_network(model), Target(model)).train()
+    for length in (2, 3, 5):
+        batch = make_batch(model, generator, lengths=(length,))
+        batch.loss_mask.zero_()
+        loss = objective(batch)["loss"]
+        loss.backward()
+        assert loss == 0
+
+
+def test_dropout_is_for_training_alone(generator):
+    model = build_model("llama")
+    objective = FalconObjective(make_network(model, lstm_dropout=0.5), Target(model), glance_ratio=0.0, noise=0.0)
+    batch = make_batch(model, generator)
+    assert objective.train()(batch)["loss"] != objective(batch)["loss"]
+    assert objective.eval()(batch)["loss"] == objective(batch)["loss"]
+
+
+def test_bad_settings_are_refused_by_name():
+    model = build_model("llama")
+    network = make_network(model)
+    for changes, message in (
+        ({"block_size": 0}, "block_size: expected 1 to 32, got 0"),
+        ({"vocab_size": 0}, "vocab_size: expected at least 1, got 0"),
+        ({"lstm_dropout": 1.0}, "lstm_dropout: expected at least 0 and below 1, got 1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FalconConfig.for_target(model.config, **changes)
+    with pytest.raises(TypeError, match="block"):
+        FalconConfig.for_target(model.config, block=2)
+    for settings, message in (
+        ({"glance_ratio": 1.5}, "glance_ratio: expected 0 to 1, got 1.5"),
+        ({"soft_weight": -1.0}, "soft_weight: expected 0 to 1, got -1.0"),
+        ({"noise": -0.1}, "noise: expected at least 0, got -0.1"),
+        ({"distillation_weight": math.nan}, "distillation_weight: expected at least 0, got nan"),
+        ({"glance": "random"}, "glance: expected 'run' or 'blocks', got 'random'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FalconObjective(network, Target(model), **settings)
+    with pytest.raises(TypeError, match="glancing"):
+        FalconObjective.new(Target(model), glancing=1)

@@ -1,0 +1,237 @@
+"""Texts to learn from: files of every form, what the target writes itself, and the picture of a run."""
+
+import json
+
+import pytest
+import torch
+
+from lib.families import VOCAB_SIZE
+from specdec.training.corpus import train_tokenizer
+from specdec.training.curves import curves_svg, history_curves
+from specdec.training.data import Sample, collate, read_prompts, read_samples, split_held_out
+from specdec.training.distill import distill
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([TEXT], 300, 128)
+
+
+def samples(count, length, prompt=0):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(length) >= prompt
+    return [Sample(torch.randint(1, VOCAB_SIZE, (length,), generator=generator), mask) for _ in range(count)]
+
+
+def write_lines(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def read(path, tokenizer, **kwargs):
+    return read_samples(path, tokenizer, **{"max_length": 100, "vocab_size": 300, **kwargs})
+
+
+def learnt(sample, tokenizer):
+    return tokenizer.decode(sample.tokens[sample.loss_mask])
+
+
+def test_every_form_of_text_is_read_and_masked(tokenizer, tmp_path):
+    prompt, completion = "def f1(x):\n    ", "return x + 1\n\ndef f2(x)"
+    turns = [("user", "say f3 and f4"), ("assistant", "def f3(x)"), ("user", "again"), ("assistant", "def f4(x)")]
+    names = {"user": "human", "assistant": "gpt"}
+    path = write_lines(
+        tmp_path / "data.jsonl",
+        {"text": prompt + completion},
+        "",
+        {"prompt": prompt, "completion": completion},
+        {"prompt": "ignored", "tokens": list(range(20, 32)), "prompt_length": 5},
+        {"messages": [{"role": role, "content": text} for role, text in turns]},
+        {"conversations": [{"from": "gpt", "value": "hello"}, *({"from": names[r], "value": t} for r, t in turns)]},
+    )
+    text, pair, tokens, messages, conversation = read(path, tokenizer, chat_template=TEMPLATE)
+    assert learnt(text, tokenizer) == prompt + completion
+    assert learnt(pair, tokenizer) == completion
+    assert tokenizer.decode(pair.tokens) == prompt + completion
+    assert tokens.tokens.tolist() == list(range(20, 32))
+    assert tokens.prompt_length == 5
+    assert tokenizer.decode(messages.tokens).startswith("<user>say f3 and f4</s>\n<assistant>def f3(x)</s>")
+    assert learnt(messages, tokenizer) == "def f3(x)</s>def f4(x)</s>"
+    assert torch.equal(conversation.tokens, messages.tokens), "an answer to nothing is left out"
+    prompts = read_prompts(path, tokenizer, vocab_size=300, chat_template=TEMPLATE)
+    assert tokenizer.decode(prompts[3]).endswith("<user>again</s>\n<assistant>")
+    assert [len(prompts[0]), prompts[2].tolist()] == [len(text.tokens), [20, 21, 22, 23, 24]]
+
+
+def test_long_texts_are_cut_and_short_ones_left_out(tokenizer, tmp_path, caplog):
+    path = write_lines(tmp_path / "data.jsonl", {"text": TEXT}, {"text": "x"}, {"prompt": TEXT, "completion": "yes"})
+    kept = read(path, tokenizer, max_length=30)
+    assert [len(sample.tokens) for sample in kept] == [30]
+    assert "left out 1 of 3 texts: shorter than 8 tokens" in caplog.text
+    assert "left out 1 of 3 texts: with nothing to learn in the first 30 tokens" in caplog.text
+    with pytest.raises(
+        ValueError, match="data: expected at least one usable text in .*, got none of 2: 2 shorter than 8"
+    ):
+        read(write_lines(path, {"text": "x"}, {"text": "y"}), tokenizer)
+    path.write_text("")
+    with pytest.raises(ValueError, match="got none of 0: the file is empty"):
+        read(path, tokenizer)
+
+
+def test_token_files(tmp_path):
+    rows = torch.arange(40).view(2, 20)
+    for content in (rows, list(rows)):
+        torch.save(content, tmp_path / "data.pt")
+        kept = read(tmp_path / "data.pt", None)
+        assert torch.equal(torch.stack([sample.tokens for sample in kept]), rows)
+        assert all(sample.loss_mask.all() for sample in kept)
+    for content in (rows.float(), {"a": 1}, "text"):
+        torch.save(content, tmp_path / "data.pt")
+        with pytest.raises(ValueError, match=r"expected a \[N, T\] tensor of token ids or a list"):
+            read(tmp_path / "data.pt", None)
+    (tmp_path / "data.pt").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="expected a readable file of token ids"):
+        read(tmp_path / "data.pt", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("{", "data.jsonl:2: expected a JSON object, got "),
+        ("[]", "data.jsonl:2: expected a JSON object, got list"),
+        ({"txt": "x"}, "data.jsonl:2: expected one of the keys 'text', .* got 'txt'"),
+        ({"text": 3}, "data.jsonl:2: text: expected a string, got int"),
+        ({"tokens": [1, 2, "x"]}, "data.jsonl:2: tokens: expected a list of ints"),
+        ({"tokens": list(range(295, 305))}, "data.jsonl:2: tokens: expected ids from 0 to 299, got 304"),
+        ({"messages": "hello"}, "data.jsonl:2: expected a list of turns"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "data.jsonl:2: role: expected one of .* got 'robot'"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "data.jsonl:2: chat_template: expected one, which the"),
+    ],
+    ids=str,
+)
+def test_malformed_lines_are_named_by_number(line, match, tokenizer, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", {"text": TEXT[:80]}, line)
+    with pytest.raises(ValueError, match=match):
+        read(path, tokenizer)
+
+
+def test_conversations_that_a_template_refuses_or_rewrites_are_left_out(tokenizer, tmp_path, caplog):
+    refusing = "{{ raise_exception('no') }}"
+    path = write_lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "x"}]}, {"text": TEXT[:80]})
+    assert len(read(path, tokenizer, chat_template=refusing)) == 1
+    assert "with turns that the chat template refuses" in caplog.text
+    only_last = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}.{% endif %}{% endfor %}"
+    turns = [{"role": r, "content": f"def {r}"} for r in ("user", "assistant", "user", "assistant")]
+    with pytest.raises(ValueError, match="1 whose earlier turns the chat template changes later"):
+        read(write_lines(path, {"messages": turns}), tokenizer, chat_template=only_last)
+
+
+def test_held_out_texts_are_not_trained_on():
+    texts = samples(10, 20)
+    train_part, held_out = split_held_out(texts, 0.3, seed=1)
+    assert (len(train_part), len(held_out)) == (7, 3)
+    assert {id(text) for text in train_part} | {id(text) for text in held_out} == {id(text) for text in texts}
+    assert [id(text) for text in split_held_out(texts, 0.3, seed=1)[1]] == [id(text) for text in held_out]
+
+
+def test_batches_are_padded_on_the_right():
+    batch = collate([*samples(1, 9, prompt=2), *samples(1, 12)])
+    assert batch["input_ids"].shape == (2, 12)
+    assert batch["loss_mask"].int().sum(1).tolist() == [7, 12]
+    assert not batch["loss_mask"][0, 9:].any()
+    assert not batch["loss_mask"][0, :2].any()
+
+
+# Self-distillation
+
+
+@pytest.fixture(scope="module")
+def writer(tokenizer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=64, initializer_range=0.3, eos_token_id=0, pad_token_id=0, bos_token_id=0,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).eval()
+
+
+def prompts_file(tmp_path):
+    return write_lines(tmp_path / "prompts.jsonl", *({"prompt": f"def f{i}(x):" + "\n" * (i % 3)} for i in range(7)))
+
+
+def test_the_target_continues_prompts_as_its_model_would(writer, tokenizer, tmp_path):
+    output = tmp_path / "out.jsonl"
+    counts = distill(writer, tokenizer, prompts_file(tmp_path), output, max_new_tokens=12, batch_size=3)
+    assert counts == {"written": 7, "present": 0, "skipped": 0}
+    for line in output.read_text().splitlines():
+        record = json.loads(line)
+        ids = tokenizer(record["prompt"], return_tensors="pt").input_ids
+        expected = writer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        assert record["tokens"] == expected[0].tolist()
+        assert record["prompt_length"] == ids.shape[1]
+    assert len(read(output, tokenizer)) == 7, "what distill writes, train reads"
+
+
+def test_distillation_goes_on_where_it_stopped(writer, tokenizer, tmp_path):
+    prompts, whole, cut = prompts_file(tmp_path), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    arguments = {"max_new_tokens": 10, "temperatures": (0.0, 1.0), "batch_size": 2, "seed": 3}
+    distill(writer, tokenizer, prompts, whole, **arguments)
+    content = whole.read_bytes()
+    greedy = distill(writer, tokenizer, prompts, tmp_path / "greedy.jsonl", **{**arguments, "temperatures": (0.0,)})
+    assert greedy["written"] == 7
+    assert (tmp_path / "greedy.jsonl").read_bytes() != content, "half of the batches are sampled"
+    end_of_third = [index for index, byte in enumerate(content) if byte == ord("\n")][2] + 1
+    cut.write_bytes(content[: end_of_third + 20])  # three lines and a part of the fourth
+    assert distill(writer, tokenizer, prompts, cut, **arguments) == {"written": 4, "present": 3, "skipped": 0}
+    assert cut.read_bytes() == content
+    assert distill(writer, tokenizer, prompts, cut, **arguments)["written"] == 0
+    for changes in ({"seed": 4}, {"temperatures": (0.0, 0.5)}, {"max_new_tokens": 11}, {"batch_size": 3}):
+        with pytest.raises(ValueError, match="output: expected a new file or one written with .*, got .*cut.jsonl"):
+            distill(writer, tokenizer, prompts, cut, **{**arguments, **changes})
+    assert cut.read_bytes() == content
+
+
+def test_distillation_rejects(writer, tokenizer, tmp_path):
+    prompts, output = prompts_file(tmp_path), tmp_path / "out.jsonl"
+    output.write_text('{"index": 0, "tokens": [1, 2], "prompt_length": 1}\n')
+    with pytest.raises(ValueError, match="output: expected a new file or one of the same prompts"):
+        distill(writer, tokenizer, prompts, output)
+    output.unlink()
+    for arguments, match in (
+        ({"temperatures": (-1.0,)}, "temperatures: expected one or more of at least 0"),
+        ({"batch_size": 0}, "batch_size: expected at least 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            distill(writer, tokenizer, prompts, output, **arguments)
+    write_lines(prompts, {"completion": "x"})
+    with pytest.raises(ValueError, match="prompts.jsonl:1: expected one of the keys 'prompt'"):
+        distill(writer, tokenizer, prompts, output)
+    write_lines(prompts, {"text": TEXT}, {"text": "def"})
+    assert distill(writer, tokenizer, prompts, output, max_new_tokens=2) == {"written": 1, "present": 0, "skipped": 1}
+
+
+# Curves
+
+
+def test_curves_are_drawn_where_there_are_values():
+    history = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "eval_loss": 2.5, "eval_tau": 1.5}]
+    panels = history_curves(history)
+    assert panels == {
+        "loss": {"training": [(1, 3.0), (2, 2.0)], "held out": [(2, 2.5)]},
+        "tau": {"held out": [(2, 1.5)]},
+    }
+    svg = curves_svg(panels, "a < b")
+    assert "a &lt; b" in svg
+    assert svg.count("<polyline") == 3
+    assert 'points="384.0,' in svg, "step 1 of 2 is in the middle of the axis"
+    assert "nan" not in curves_svg({"loss": {"x": [(0, float("nan")), (1, 2.0)]}}, "t")
+    assert "<polyline" not in curves_svg({"loss": {"x": [(0, float("nan"))]}}, "t")
