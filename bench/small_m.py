@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
+import torch.nn.functional as F
 
 from specdec.bench.common.cost import Cost, Machine
 from specdec.bench.common.machine import limits, measure_machine, require_gpu

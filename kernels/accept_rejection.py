@@ -113,7 +113,7 @@ def _first_residual_kernel(
     t = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    if budget_ptr is not None:  # noqa: SIM102  # decided at compile time
+    if budget_ptr is not None:  # decided at compile time
         if tl.load(budget_ptr + b) <= 0:
             return
     offs_n = tl.arange(0, BLOCK_N)

@@ -136,7 +136,7 @@ def _judge_children_kernel(
     t = tl.program_id(0)
     child = tl.load(steps_ptr + start + tl.program_id(1))
     b = tl.program_id(2).to(tl.int64)
-    if budget_ptr is not None:  # noqa: SIM102  # decided at compile time
+    if budget_ptr is not None:  # decided at compile time
         if tl.load(budget_ptr + b) <= 0:
             return
     offs_n, offs_t = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)

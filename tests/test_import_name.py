@@ -103,7 +103,7 @@ def test_an_op_is_never_hidden_by_the_module_of_its_name():
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"'specdec\.kernels' has no attribute 'attention'"):
-        specdec.kernels.attention  # noqa: B018  # the access is the test
+        specdec.kernels.attention  # the access is the test
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ A wrong kernel gets no number: `BenchOp.run` raises `WrongResultError` before an
 On a GPU one round is a CUDA-graph replay of many calls, each on inputs that are not in a cache (`timing.py`).
 `extra_info` holds the figures to quote: p20, p50 and p80 of the time of one call in us, bytes and flops by hand
 (`cost.py`), the percent of the roofline that the same run measured (`machine.py`), and provenance. The columns that
-pytest-benchmark prints are host times of a whole replay; they serve to compare two runs. A provider that synchronises cannot be captured; it is timed call by call, and `timing` says so.
+pytest-benchmark prints are host times of a whole replay; they serve to compare two runs. A provider that synchronises
+cannot be captured; it is timed call by call, and `timing` says so.
 
 Without a GPU the times are wall times of eager PyTorch on the CPU, `timing` says so, the Triton providers are skipped,
 and the roofline is the one of an H200, as a cost model without a measured percentage beside it.

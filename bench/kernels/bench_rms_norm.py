@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
+import torch.nn.functional as F
 
 from specdec.bench.common import cost, shapes
 from specdec.bench.common.harness import BenchOp, Call, Provider, compiled

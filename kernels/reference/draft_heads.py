@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 __all__ = ["draft_heads", "draft_heads_concat"]
 

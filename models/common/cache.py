@@ -44,7 +44,7 @@ class _Layer(CacheLayerMixin):
         self._flat_values.index_copy_(0, self._slots.flat, value_states.transpose(1, 2).flatten(0, 1))
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:  # noqa: ARG002 - interface
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         """Sizes of a mask that our attention function never asks for."""
         return self.get_max_length(), 0
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.reference.tree_attention import VisibleSlots, attend_to, visible_slots

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -68,7 +68,7 @@ class MaskedAttention:
 
     mask: torch.Tensor | None = None
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - interface
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """As `Attend`."""
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),

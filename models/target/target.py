@@ -315,7 +315,7 @@ class Target:
                 handle.remove()
             self._take_states()
 
-    def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002 - hook signature
+    def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:
         self._hidden.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])  # type: ignore[index]
 
     def _take_states(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -359,11 +359,11 @@ class Target:
 
 
 def _attention(
-    module: nn.Module,  # noqa: ARG001 - signature that transformers calls
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the pass decides what is visible
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     specdec_pass: PromptPass | TreePass | None = None,
@@ -404,7 +404,7 @@ def _own_buffers(model: nn.Module) -> None:
 
 
 def _keep_in(kept: list[torch.Tensor]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: object, output: object) -> None:  # noqa: ARG001 - hook signature
+    def hook(module: nn.Module, args: object, output: object) -> None:
         kept.append(output if isinstance(output, torch.Tensor) else output[0])  # type: ignore[index]
 
     return hook

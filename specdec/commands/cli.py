@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -243,7 +244,7 @@ def _chat(options: argparse.Namespace) -> int:
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - input() then edits lines and remembers them
+            pass
     console = Console(highlight=False)
     console.print(f"{options.model} with {drafter.kind}; /reset begins anew, /exit leaves", style="dim")
     run_chat(chat, console, lambda: input("> " if is_interactive else ""))
@@ -344,10 +345,8 @@ def _train_tiny(options: argparse.Namespace) -> int:
 
 
 def _check_can_train(command: str) -> None:
-    try:
-        import accelerate  # noqa: F401 - what transformers' Trainer needs
-    except ImportError:
-        raise RuntimeError(f"{command} needs accelerate: pip install 'specdec-triton[train]'") from None
+    if importlib.util.find_spec("accelerate") is None:  # transformers' Trainer needs it
+        raise RuntimeError(f"{command} needs accelerate: pip install 'specdec-triton[train]'")
 
 
 def _load_for_decoding(options: argparse.Namespace) -> tuple["Target", "Drafter", "PreTrainedTokenizerBase"]:

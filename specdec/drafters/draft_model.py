@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from specdec.common.files import replace_folder
@@ -101,7 +101,7 @@ class DraftModel(Drafter):
         self._cache = self.network.new_cache(room.batch_size, capacity, device=device)
         self._previous = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the prompt through the draft model."""
         self.network.prefill(self._known(prompt.tokens), prompt.lengths, self._cache)
         self._cache.lengths -= 1  # the token before the root is fed again, with it
@@ -121,7 +121,7 @@ class DraftModel(Drafter):
             tokens = chosen.tokens.flatten(1)[:, level.next_inputs]
         return self._template.expand(Candidates.cat(candidates), root, lengths)
 
-    def commit(self, verdict: Verdict, output: TargetOutput) -> None:  # noqa: ARG002 - interface
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the accepted nodes' keys and values, all but the last accepted one's, which is fed again."""
         # tree nodes sit one slot after the token before the root, which stays; the tree's own root is at slot 1
         self._cache.lengths += 1

@@ -92,7 +92,7 @@ class Lookahead(Drafter):
         self._pool = NgramPool(room.batch_size, capacity=capacity, level=self.level, device=device)
         self._num_steps = torch.zeros((), dtype=torch.int64, device=device)
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Fill the window with tokens from all over the prompt; the pool is empty."""
         num_cells = self.window * (self.level - 1)
         # cells differ in where they look, a row and its length decide the rest: alone or in a batch, every time
@@ -102,7 +102,7 @@ class Lookahead(Drafter):
         self._pool.clear()
         self._num_steps.zero_()
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:  # noqa: ARG002 - interface
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
         """The pool's n-grams that begin with the root, and the window as nodes without a parent."""
         self._window[:, 0, 0] = root
         guesses, is_known = self._pool.newest(root, self.guesses)
@@ -118,7 +118,7 @@ class Lookahead(Drafter):
             max_depth=self.level - 1,
         )
 
-    def commit(self, verdict: Verdict, output: TargetOutput) -> None:  # noqa: ARG002 - interface
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Complete the window's n-grams, put them into the pool and move on by one place."""
         completed = output.scores.best[:, self._last_cells]  # [B, window]
         ngrams = torch.cat((self._window, completed[:, :, None]), 2)

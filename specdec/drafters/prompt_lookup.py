@@ -53,7 +53,7 @@ class PromptLookup(Drafter):
         self._lengths = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
         self._columns = torch.arange(width, device=device)
 
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:  # noqa: ARG002 - interface
+    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Take the prompt as the text to search."""
         width = prompt.tokens.shape[1]
         inside = self._columns[:width] < prompt.lengths[:, None]
@@ -61,7 +61,7 @@ class PromptLookup(Drafter):
         self._text[:, :width] = torch.where(inside, prompt.tokens, -1)
         self._lengths.copy_(prompt.lengths)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:  # noqa: ARG002 - interface
+    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
         """Look the end of the text, root included, up in the text before it."""
         self._append(root[:, None], torch.ones_like(root))
         width = self._text.shape[1]
@@ -82,7 +82,7 @@ class PromptLookup(Drafter):
         num_tokens = torch.where(found >= 0, available, 0).int()
         return self._template.expand_chain(continuation.clamp(min=0), num_tokens, root)
 
-    def commit(self, verdict: Verdict, output: TargetOutput) -> None:  # noqa: ARG002 - interface
+    def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Append the accepted tokens; the next root follows with the next draft."""
         self._append(verdict.emitted, verdict.num_accepted.clamp(min=0))
         # a finished row appends its root at every draft; take it back

@@ -97,7 +97,7 @@ class Drafter(ABC):
         """Held by the loop for a whole generation; a draft model is hooked in it."""
         return nullcontext()
 
-    def allocate(self, room: Room, device: torch.device) -> None:  # noqa: B027 - a drafter without state needs none
+    def allocate(self, room: Room, device: torch.device) -> None:
         """Make the tensors that hold the state of generations of these sizes.
 
         Args:

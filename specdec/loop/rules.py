@@ -81,7 +81,7 @@ class AcceptanceRule(ABC):
     draws_drafts: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = True
 
-    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:  # noqa: ARG002 - interface
+    def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
         """How drafters pick candidates under this rule: the best ones, unless it draws them."""
         return TopK()
 
@@ -124,7 +124,7 @@ class Greedy(AcceptanceRule):
     samples: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
 
-    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the target's token."""
         return accept_greedy(tree.tokens, tree.parent, scores.best, max_depth=tree.max_depth, **limits.arguments())
 
@@ -259,7 +259,7 @@ class Typical(AcceptanceRule):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}: expected a number over 0 and at most 1, got {getattr(self, name)}")
 
-    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - interface
+    def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """The longest acceptable path; the next root is the most probable token after it."""
         return accept_typical(
             tree.tokens,

@@ -113,7 +113,7 @@ class RecipeTrainer(Trainer):
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,  # noqa: ARG002 - signature of the base
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The loss, checked; its parts are added up until they are logged."""
         outputs = model(**inputs)
@@ -135,8 +135,8 @@ class RecipeTrainer(Trainer):
         self,
         model: nn.Module,
         inputs: dict[str, Any],
-        prediction_loss_only: bool,  # noqa: ARG002 - signature of the base
-        ignore_keys: list[str] | None = None,  # noqa: ARG002 - signature of the base
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """The loss alone."""
         with torch.no_grad(), self.compute_loss_context_manager():

@@ -158,7 +158,7 @@ class TreePlan:
             fields = dict(data["plan"])
             fields["rows"] = tuple(PlanRow(**row) for row in fields["rows"])
             plan = cls(tree=tree, **fields)
-            plan.chosen  # noqa: B018 - a plan without the row of its tree is none
+            _ = plan.chosen  # a plan without the row of its tree is none
         except (TypeError, ValueError, KeyError, StopIteration) as error:
             raise ValueError(f"{source}: plan: expected what specdec tune writes, got an error: {error!r}") from error
         return plan

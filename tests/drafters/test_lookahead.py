@@ -180,7 +180,7 @@ def test_a_batch_is_its_rows_alone(generator):
         alone = Decoder(model, drafter).decode([prompt], 50)
         assert alone.tokens[0] == together.tokens[row]
         assert alone.stats.num_emitted[0] == together.stats.num_emitted[row]
-        for tree, mine in zip(trees, drafter.trees):  # noqa: B905 - other rows may take more steps
+        for tree, mine in zip(trees, drafter.trees, strict=False):  # other rows may take more steps
             assert tree.tokens[row].tolist() == mine.tokens[0].tolist()
             assert tree.parent[row].tolist() == mine.parent[0].tolist()
             assert tree.reach[row] == mine.reach[0]

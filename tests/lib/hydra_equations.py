@@ -3,7 +3,7 @@
 import math
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork

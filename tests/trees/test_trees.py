@@ -152,7 +152,7 @@ def test_equal_trees_are_one_dictionary_key():
 
 
 def test_copies_and_pickles_are_equal_and_still_read_only():
-    FIVE.ancestors  # noqa: B018  computed before copying, so that a copy could carry it along
+    FIVE.ancestors
     for other in (copy.deepcopy(FIVE), pickle.loads(pickle.dumps(FIVE))):
         assert other == FIVE
         assert not other.ancestors.flags.writeable

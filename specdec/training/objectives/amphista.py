@@ -9,7 +9,7 @@ Source:     Amphista (arXiv:2406.13170) section 3.3, equations 7 to 9, and secti
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 from specdec.drafters.amphista import Amphista
 from specdec.models.networks.amphista import AmphistaConfig, AmphistaNetwork

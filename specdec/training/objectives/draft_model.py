@@ -9,7 +9,7 @@ Source:     a = 1, b = 0 is a language model's training on (self-distilled) text
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec.drafters.draft_model import DraftModel

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 from specdec.drafters.eagle import Eagle
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork

@@ -12,7 +12,7 @@ Source:     Falcon (arXiv:2412.12639) section 3.2, equations 1 to 8, and section
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 from specdec.drafters.falcon import Falcon
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork

@@ -8,7 +8,7 @@ Source:     Hydra (arXiv:2402.05109) sections 3.1, 5 and A.1: a = 1, b = 0 for H
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 from specdec.drafters.hydra import Hydra
 from specdec.drafting.network import NetworkDrafter

@@ -7,7 +7,7 @@ Source:     Medusa (arXiv:2401.10774) section 2.2.1, with lambda_k = 0.8^k; the 
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 from specdec.drafters.medusa import Medusa
 from specdec.drafting.network import NetworkDrafter

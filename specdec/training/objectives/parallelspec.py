@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch users know
+import torch.nn.functional as F
 
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.load import load_drafter

@@ -1,6 +1,7 @@
 """models.fused: what the stock layers compute, and a model that is as it was afterwards."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -133,10 +134,8 @@ def test_the_model_is_as_before_whatever_ends_the_block(ending, generator, tmp_p
             raise ending
 
     handle = model.model.layers[2].mlp.down_proj.register_forward_hook(fail)
-    try:
+    with nullcontext() if ending is None else pytest.raises(ending):
         score(target, [prompt], random_tree(generator, 1))
-    except (RuntimeError, KeyboardInterrupt) as error:
-        assert type(error) is ending  # noqa: PT017 - either of them or none
     handle.remove()
     assert seen[-1] == "_Layer"
     assert snapshot(model) == before
