@@ -247,7 +247,7 @@ def test_new_networks():
 def test_texts_too_short_to_learn_from(version, length, generator):
     model = build_model("llama")
     objective = objective_of(model, version)
-    loss = objective(make_batch(model, objective, random_texts(generator, 2, length)))["loss"]
+    loss = objective(make_batch(model, objective, random_texts(generator, 24, length)))["loss"]
     assert (loss > 0) == (length > 2)
 
 
