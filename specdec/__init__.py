@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from specdec.generation.hf_generate import hf_generate
     from specdec.kernels.common.verdict import Verdict
     from specdec.loop.decoder import Decoder, DecodeResult
-    from specdec.loop.rules import AcceptanceStats, Greedy, Naive, Rejection, Traversal, Typical
+    from specdec.loop.rules import Greedy, Naive, Rejection, Traversal, Typical
+    from specdec.loop.stats import AcceptanceStats
     from specdec.models.target.target import Target
     from specdec.trees.shape import TreeShape, as_tree_shape, preset_names
 
 _HOMES = {
-    "AcceptanceStats": "specdec.loop.rules",
+    "AcceptanceStats": "specdec.loop.stats",
     "CheckReport": "specdec.evaluation.checking",
     "DecodeResult": "specdec.loop.decoder",
     "Decoder": "specdec.loop.decoder",

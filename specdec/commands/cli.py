@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from specdec.drafting.base import Drafter
-    from specdec.loop.rules import AcceptanceStats
+    from specdec.loop.stats import AcceptanceStats
     from specdec.models.target.target import Target
 
 __all__ = ["main"]

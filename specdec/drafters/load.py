@@ -31,8 +31,8 @@ from specdec.models.networks.base import DraftNetwork, load_strictly
 from specdec.models.published.files import TensorFiles, download, read_config, tensor_files
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import AnyTreeLike, DynamicTree, as_tree, load_tree
+from specdec.trees.plan import read_plan
 from specdec.trees.shape import TreeShape
-from specdec.tuning.budget import read_plan
 
 __all__ = ["DRAFTER_KINDS", "load_drafter"]
 

@@ -20,7 +20,8 @@ from specdec.generation.host_steps import HostSteps
 from specdec.generation.settings import Settings, merge_settings, read_prompts, read_settings
 from specdec.loop.decoder import Decoder, DecodeResult, without_autograd
 from specdec.loop.processing import Processing
-from specdec.loop.rules import AcceptanceRule, AcceptanceStats, choose_rule
+from specdec.loop.rules import AcceptanceRule, choose_rule
+from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeLike
 

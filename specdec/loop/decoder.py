@@ -21,8 +21,9 @@ from specdec.kernels.common.launch import Backend
 from specdec.loop.captured import CapturedStep, CapturedSteps, CudaGraphs, Engine, new_drafter
 from specdec.loop.memory import Description, MemoryPlan, weights_of
 from specdec.loop.processing import Processing
-from specdec.loop.rules import AcceptanceRule, AcceptanceStats, Greedy, Limits
+from specdec.loop.rules import AcceptanceRule, Greedy, Limits
 from specdec.loop.state import DecodeState
+from specdec.loop.stats import AcceptanceStats
 from specdec.loop.timing import PhaseTimer
 from specdec.models.common.cache import KVCache
 from specdec.models.target.scores import Scores

@@ -27,8 +27,9 @@ from specdec.loop.decoder import Decoder, StepReport, without_autograd
 from specdec.loop.memory import tensors_of
 from specdec.loop.rules import Naive
 from specdec.models.target.target import Target
+from specdec.trees.plan import TreePlan
 from specdec.trees.shape import TreeShape
-from specdec.tuning.budget import StepCosts, TreePlan, plan_tree, subtree
+from specdec.tuning.budget import StepCosts, plan_tree, subtree
 
 __all__ = ["MAX_ROWS", "Measure", "measure_ms", "measure_reach", "probe_prompts", "replayed", "tune", "with_tree"]
 

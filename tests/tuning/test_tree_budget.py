@@ -19,16 +19,9 @@ from specdec.loop.captured import CannotCaptureError
 from specdec.loop.decoder import Decoder
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree, load_tree
+from specdec.trees.plan import TreePlan, read_plan
 from specdec.trees.shape import TreeShape
-from specdec.tuning.budget import (
-    StepCosts,
-    TreePlan,
-    plan_tree,
-    ranked_nodes,
-    reach_from_depths,
-    read_plan,
-    subtree,
-)
+from specdec.tuning.budget import StepCosts, plan_tree, ranked_nodes, reach_from_depths, subtree
 from specdec.tuning.measure import measure_ms, measure_reach, probe_prompts, replayed, tune, with_tree
 
 TREE = TreeShape.from_k_config((2, 2))  # 0; 1 2; 3 4 below 1, 5 6 below 2
