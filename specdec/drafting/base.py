@@ -1,10 +1,11 @@
 """The seam between the decoding loop and whatever proposes tokens."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -72,13 +73,11 @@ class Drafter(ABC):
         shape: the largest tree it proposes. The loop reads its sizes alone; a drafter of static trees, which needs the
             topology, declares the attribute again as a `TreeShape`.
         shares_candidates: whether children of several parents may come from one list of candidates.
-        kept_decoder: the decoder that `generate` keeps with this drafter, for the steps that it captured.
     """
 
     kind: ClassVar[str]
     shape: TreeShape | DynamicTree
     shares_candidates: ClassVar[bool] = True
-    kept_decoder: Any = None
 
     @property
     def can_sample(self) -> bool:
@@ -104,6 +103,12 @@ class Drafter(ABC):
             room: the sizes.
             device: the target's, or "meta" to learn how much memory it takes.
         """
+
+    def copy_for(self, room: Room, device: torch.device) -> "Drafter":
+        """A shallow copy of a bound drafter, with a state of its own; arguments as of `allocate`."""
+        own = copy.copy(self)
+        own.allocate(room, device)
+        return own
 
     @abstractmethod
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:

@@ -15,8 +15,8 @@ from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.commands.cli import main
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookup
-from specdec.loop.captured import CannotCaptureError
 from specdec.loop.decoder import Decoder
+from specdec.loop.graphs import CannotCaptureError
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree, load_tree
 from specdec.trees.plan import TreePlan, read_plan
