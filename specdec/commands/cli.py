@@ -351,8 +351,8 @@ def _check_can_train(command: str) -> None:
 
 def _load_for_decoding(options: argparse.Namespace) -> tuple["Target", "Drafter", "PreTrainedTokenizerBase"]:
     """What a command that decodes names."""
-    from specdec.drafters.load import load_drafter
     from specdec.models.target.target import Target
+    from specdec.tuning.auto import load_drafter
 
     model, tokenizer = _load_target(options.model, options)
     target = Target(model)

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,7 +13,7 @@ from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
-from specdec.trees.dynamic import DynamicTree
+from specdec.trees.dynamic import AnyTreeLike, DynamicTree
 from specdec.trees.shape import TreeShape
 
 __all__ = ["Drafter", "Prompt", "Room"]
@@ -78,6 +78,21 @@ class Drafter(ABC):
     kind: ClassVar[str]
     shape: TreeShape | DynamicTree
     shares_candidates: ClassVar[bool] = True
+
+    @classmethod
+    def from_settings(cls, tree: AnyTreeLike | None, **settings: Any) -> "Drafter":
+        """Make a drafter that is its settings alone, of a kind that needs no weights.
+
+        Args:
+            tree: what the user asked for; None for what the settings say.
+            settings: the kind's.
+
+        Raises:
+            ValueError: the kind does not propose such a tree.
+        """
+        if tree is not None:
+            raise ValueError(f"tree: expected None with {cls.kind}, whose settings say what it proposes, got {tree!r}")
+        return cls(**settings)
 
     @property
     def can_sample(self) -> bool:

@@ -16,7 +16,6 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
-from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter
 from specdec.generation.host_steps import HostSteps
 from specdec.generation.settings import Settings, merge_settings, read_prompts, read_settings
@@ -26,6 +25,7 @@ from specdec.loop.rules import AcceptanceRule, choose_rule
 from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeLike
+from specdec.tuning.auto import load_drafter
 
 __all__ = ["SpecDecodeOutput", "generate"]
 
