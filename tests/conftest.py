@@ -35,7 +35,8 @@ def device() -> str:
 @pytest.fixture
 def generator(request) -> torch.Generator:
     """Seeded by the test's file and name, so that adding a test or moving a file changes no other."""
-    return torch.Generator().manual_seed(zlib.crc32(request.node.nodeid.rpartition("/")[2].encode()))
+    place, _, name = request.node.nodeid.partition("::")
+    return torch.Generator().manual_seed(zlib.crc32(f"tests/{os.path.basename(place)}::{name}".encode()))
 
 
 @pytest.fixture(autouse=True)

@@ -83,24 +83,32 @@ class AcceptanceRule(ABC):
         """How drafters pick candidates under this rule: the best ones, unless it draws them."""
         return TopK()
 
-    def check(self, drafter: Drafter) -> None:
-        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+    def objection(self, drafter: Drafter) -> str | None:
+        """Why the rule cannot judge what `drafter` proposes; None if it can."""
         if not self.draws_drafts:
-            return
-        self.check_can_draw(drafter)
-        if not _takes_first_ranks(drafter.shape):
-            raise ValueError(
+            return None
+        objection = self.objection_to_drawing(drafter)
+        if objection is None and not _takes_first_ranks(drafter.shape):
+            return (
                 f"tree: expected children that take the ranks 0, 1, ... for acceptance={self.name!r}, "
                 f"as candidates are tried in the order in which they were drawn; got {drafter.shape!r}"
             )
+        return objection
 
-    def check_can_draw(self, drafter: Drafter) -> None:
-        """Raise ValueError for a drafter whose candidates come from no known law."""
-        if not drafter.can_sample:
-            raise ValueError(
-                f"acceptance: {self.name} needs a drafter that draws its candidates from a known law, "
-                f"got {drafter.kind}; use acceptance='naive', which is lossless for any proposal"
-            )
+    def objection_to_drawing(self, drafter: Drafter) -> str | None:
+        """Why `drafter` cannot draw its candidates from known laws; None if it can."""
+        if drafter.can_sample:
+            return None
+        return (
+            f"acceptance: {self.name} needs a drafter that draws its candidates from a known law, "
+            f"got {drafter.kind}; use acceptance='naive', which is lossless for any proposal"
+        )
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+        objection = self.objection(drafter)
+        if objection is not None:
+            raise ValueError(objection)
 
     def first(self, scores: Scores, uniforms: Uniforms) -> torch.Tensor:
         """The first emitted token [B] int32, from the target's scores at the end of the prompt, one place."""
@@ -139,10 +147,9 @@ class Naive(AcceptanceRule):
     drawn: bool = False
     name: ClassVar[str] = "naive"
 
-    def check(self, drafter: Drafter) -> None:
-        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
-        if self.drawn:
-            self.check_can_draw(drafter)
+    def objection(self, drafter: Drafter) -> str | None:
+        """As `AcceptanceRule.objection`."""
+        return self.objection_to_drawing(drafter) if self.drawn else None
 
     def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
         """The best candidates, or drawn ones."""
@@ -199,16 +206,17 @@ class Traversal(AcceptanceRule):
     name: ClassVar[str] = "traversal"
     draws_drafts: ClassVar[bool] = True
 
-    def check(self, drafter: Drafter) -> None:
-        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
-        AcceptanceRule.check(self, drafter)
+    def objection(self, drafter: Drafter) -> str | None:
+        """As `AcceptanceRule.objection`."""
         is_chain = drafter.shape.num_nodes == drafter.shape.max_depth + 1
-        if drafter.shares_candidates and not is_chain:
+        objection = AcceptanceRule.objection(self, drafter)
+        if objection is None and drafter.shares_candidates and not is_chain:
             # a list that was refused below one parent is no longer a fresh draw below the next
-            raise ValueError(
+            return (
                 f"acceptance: traversal needs a chain, or candidates drawn for every parent anew, but {drafter.kind} "
                 "offers one list to several parents; use acceptance='rejection'"
             )
+        return objection
 
     def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
         """Draw from the drafter's law, without replacement."""
@@ -290,7 +298,8 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
     """
     if isinstance(acceptance, str):
         if acceptance == "auto":
-            acceptance = _first_that_fits(drafter) if do_sample else "greedy"
+            rules = (Traversal(), Rejection(), Naive()) if do_sample else (Greedy(),)
+            acceptance = next(rule.name for rule in rules if rule.objection(drafter) is None)
         if acceptance not in RULES:
             raise ValueError(f"acceptance: expected auto, {', '.join(RULES)} or a rule, got {acceptance!r}")
         rule = RULES[acceptance]()
@@ -304,16 +313,6 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
         raise ValueError("acceptance: greedy never samples, which contradicts do_sample=True")
     rule.check(drafter)
     return rule
-
-
-def _first_that_fits(drafter: Drafter) -> str:
-    for rule in (Traversal(), Rejection()):
-        try:
-            rule.check(drafter)
-        except ValueError:
-            continue
-        return rule.name
-    return Naive.name
 
 
 def _laws(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
