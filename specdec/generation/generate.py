@@ -201,10 +201,10 @@ def _warn_if_refused(drafter: Drafter, stats: AcceptanceStats) -> None:
     steps = zip(itertools.chain(*stats.num_emitted), itertools.chain(*stats.reach), strict=True)
     accepted = [emitted > 1 for emitted, reach in steps if reach > 0]
     if len(accepted) >= ENOUGH_STEPS and sum(accepted) < 0.02 * len(accepted):
-        _LOG.warning(
-            "drafter: %s proposed in %d steps, and something was accepted in %d of them; is it made for this model?",
-            drafter.kind, len(accepted), sum(accepted),
-        )  # fmt: skip
+        message = (
+            "drafter: %s proposed in %d steps, and something was accepted in %d of them; is it made for this model?"
+        )
+        _LOG.warning(message, drafter.kind, len(accepted), sum(accepted))
 
 
 def _output(

@@ -158,9 +158,8 @@ class Naive(AcceptanceRule):
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the token drawn at its parent."""
         uniform = uniforms.draw(Stream.VERIFY, tree.tokens.shape[1])
-        return accept_naive(
-            tree.tokens, tree.parent, scores.logits, uniform, max_depth=tree.max_depth, **limits.arguments()
-        )  # fmt: skip
+        settings = {"max_depth": tree.max_depth, **limits.arguments()}
+        return accept_naive(tree.tokens, tree.parent, scores.logits, uniform, **settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +278,7 @@ class Typical(AcceptanceRule):
         )
 
 
-RULES: dict[str, type[AcceptanceRule]] = {
-    rule.name: rule for rule in (Greedy, Naive, Rejection, Traversal, Typical)
-}  # fmt: skip
+RULES: dict[str, type[AcceptanceRule]] = {one.name: one for one in (Greedy, Naive, Rejection, Traversal, Typical)}
 
 
 def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample: bool) -> AcceptanceRule:

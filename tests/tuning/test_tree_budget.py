@@ -279,10 +279,12 @@ def test_a_plan_is_a_tree_wherever_one_is_asked_for(tiny, tmp_path):
 
 def test_auto_measures_and_cuts(tiny, monkeypatch):
     target, _ = tiny
-    monkeypatch.setattr("specdec.tuning.measure.tune", lambda target, drafter: plan_tree(
-        drafter.shape, reach_from_depths(drafter.shape, [0.5]), StepCosts({1: 1.0, 16: 1.5}, [0, 0.1, 0.2, 0.3]),
-        batch_size=1,
-    ))  # fmt: skip
+    costs = StepCosts({1: 1.0, 16: 1.5}, [0, 0.1, 0.2, 0.3])
+
+    def plan(target, drafter):
+        return plan_tree(drafter.shape, reach_from_depths(drafter.shape, [0.5]), costs, batch_size=1)
+
+    monkeypatch.setattr("specdec.tuning.auto.tune", plan)
     whole = specdec.load_drafter(tiny_drafter("medusa"), target)
     cut = specdec.load_drafter(tiny_drafter("medusa"), target, tree="auto")
     assert 1 < cut.shape.num_nodes < whole.shape.num_nodes
