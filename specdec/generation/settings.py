@@ -143,8 +143,8 @@ def _is_neutral(name: str, value: Any, default: Any) -> bool:
 def _warn_of_unused(keywords: Mapping[str, Any]) -> None:
     """Say which of the caller's keywords do nothing without sampling."""
     given = {name: value for name, value in keywords.items() if name in WARPER_FIELDS and value is not None}
-    defaults = {name: value for name, value in given.items() if isinstance(value, (int, float))}
-    defaults = {name for name, value in defaults.items() if value == _UNUSED_WHEN_GREEDY.get(name)}
+    numbers = {name: value for name, value in given.items() if isinstance(value, (int, float))}
+    defaults = {name for name, value in numbers.items() if value == _UNUSED_WHEN_GREEDY.get(name)}
     unused = [f"{name}={short_repr(value)}" for name, value in given.items() if name not in defaults]
     if unused:
         _LOG.warning("do_sample: expected True with %s, got False; decoding is greedy", ", ".join(unused))
