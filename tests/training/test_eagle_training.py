@@ -246,7 +246,8 @@ def test_new_networks():
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_texts_too_short_to_learn_from(version, length, generator):
     model = build_model("llama")
-    objective = objective_of(model, version)
+    # a whole vocabulary: of few texts, none may have its place where the draft vocabulary is the target's choice
+    objective = objective_of(model, version, {"draft_vocab_size": None} if version == 3 else {})
     loss = objective(make_batch(model, objective, random_texts(generator, 2, length)))["loss"]
     assert (loss > 0) == (length > 2)
 
