@@ -281,8 +281,8 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 def _train(options: argparse.Namespace) -> int:
     _check_can_train("train")
     from specdec.training.data import Texts
+    from specdec.training.recipe import Run
     from specdec.training.train import train_drafter
-    from specdec.training.trainer import Run
 
     target, tokenizer = _load_target(options.target, options)
     names = ("epochs", "steps", "batch_size", "accumulate", "learning_rate", "eval_every", "seed")

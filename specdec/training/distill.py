@@ -21,6 +21,7 @@ from specdec.drafting.base import Drafter
 from specdec.generation.generate import generate
 from specdec.models.target.target import Target
 from specdec.training.data import read_prompts
+from specdec.training.recipe import check_at_least
 
 __all__ = ["continue_prompts", "distill"]
 
@@ -66,9 +67,7 @@ def distill(
         ValueError: bad arguments, malformed data, or an `output` that belongs to other prompts or settings.
     """
     target = target if isinstance(target, Target) else Target(target)
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    check_at_least(1, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures: expected one or more of at least 0, got {list(temperatures)}")
     output = Path(output)

@@ -19,8 +19,8 @@ from specdec.models.target.target import Target
 from specdec.training.corpus import TokenWindows
 from specdec.training.data import Sample, Texts
 from specdec.training.distill import continue_prompts
+from specdec.training.recipe import Run
 from specdec.training.train import TauProbe, train_drafter
-from specdec.training.trainer import Run
 from specdec.trees.shape import TreeShape
 
 __all__ = ["TINY_DRAFTERS", "TinyDrafter", "TinyTexts", "train_tiny_drafter", "write_texts"]

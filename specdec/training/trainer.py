@@ -12,7 +12,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from specdec.training.objectives.base import Recipe
+from specdec.training.recipe import Recipe, Run, learning_rate_factor
 
-__all__ = ["NonFiniteLossError", "RecipeTrainer", "Run", "forget_checkpoints", "last_checkpoint", "run_training"]
+__all__ = ["NonFiniteLossError", "RecipeTrainer", "forget_checkpoints", "last_checkpoint", "run_training"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,46 +36,6 @@ _COMPLETE = "complete"  # a file in every checkpoint that was written to its end
 
 class NonFiniteLossError(RuntimeError):
     """A loss or gradient is NaN or infinite, so that the run cannot go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """How one run departs from its recipe, and how it is watched. None leaves a recipe's value.
-
-    Attributes:
-        steps: optimiser steps; wins over `epochs`.
-        epochs: passes over the texts.
-        batch_size: texts per step, over all processes.
-        accumulate: parts in which a process's share of a batch goes through the model, to save memory.
-        learning_rate: peak of the schedule.
-        eval_every: steps between evaluations and checkpoints; a tenth of the run by default.
-        log_every: steps between entries of the loss curve.
-        seed: of the order of the texts, and of all noise.
-        mixed_precision: compute in bfloat16 with weights in float32; by default where the target is bfloat16.
-    """
-
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    accumulate: int = 1
-    learning_rate: float | None = None
-    eval_every: int | None = None
-    log_every: int = 10
-    seed: int = 0
-    mixed_precision: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "epochs", "batch_size", "accumulate", "eval_every", "log_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"learning_rate: expected more than 0, got {self.learning_rate}")
-
-    def applied_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with this run's values in place of its own."""
-        changes = {name: getattr(self, name) for name in ("epochs", "batch_size", "learning_rate")}
-        return replace(recipe, **{name: value for name, value in changes.items() if value is not None})
 
 
 class RecipeTrainer(Trainer):
@@ -273,22 +232,6 @@ def forget_checkpoints(work_dir: Path) -> None:
     """Remove the checkpoints of a run that has ended."""
     for path in work_dir.glob("checkpoint-*"):
         shutil.rmtree(path)
-
-
-def learning_rate_factor(recipe: Recipe, num_steps: int, step: int) -> float:
-    """Learning rate after `step` of `num_steps` steps, as a part of the peak.
-
-    Raises:
-        ValueError: a schedule that is none of "cosine", "linear" and "constant".
-    """
-    warmup = round(recipe.warmup_ratio * num_steps)
-    if step < warmup:
-        return step / warmup
-    done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-    shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
-    if recipe.schedule not in shapes:
-        raise ValueError(f"schedule: expected one of {', '.join(shapes)}, got {recipe.schedule!r}")
-    return recipe.final_lr_ratio + (1 - recipe.final_lr_ratio) * shapes[recipe.schedule]
 
 
 def _what_is_kept(work_dir: Path) -> str:

@@ -7,9 +7,9 @@ import torch
 
 import specdec
 from lib.families import build_model
-from specdec.drafters.kinds import objective_class, training_settings
 from specdec.models.target.target import Target
 from specdec.training.corpus import END_OF_TEXT, Corpus, TokenWindows, read_standard_library, train_tokenizer
+from specdec.training.kinds import objective_class, training_settings
 from specdec.training.tiny import train_tiny
 from specdec.training.tiny_drafters import TINY_DRAFTERS, TinyDrafter, TinyTexts
 from specdec.training.tiny_target import TinyTargetRecipe

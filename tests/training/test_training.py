@@ -14,11 +14,12 @@ from specdec.drafters.kinds import NETWORK_KINDS
 from specdec.models.target.target import Target
 from specdec.training import trainer
 from specdec.training.data import Sample, Texts, collate
-from specdec.training.objectives.base import Recipe, TrainingBatch
+from specdec.training.objectives.base import TrainingBatch
 from specdec.training.objectives.draft_model import DraftModelObjective
 from specdec.training.objectives.medusa import MedusaObjective
+from specdec.training.recipe import Recipe, Run, learning_rate_factor
 from specdec.training.train import TauProbe, train_drafter
-from specdec.training.trainer import NonFiniteLossError, Run, last_checkpoint, learning_rate_factor
+from specdec.training.trainer import NonFiniteLossError, last_checkpoint
 
 pytest.importorskip("accelerate")
 
