@@ -5,7 +5,7 @@ How: while `Target.hooked()` is active the model uses an attention function of o
 through to the attention function) that says where the new keys and values go and what each query may see; the cache is
 an own `Cache` subclass. On the way out, also after an exception or Ctrl-C, everything is put back.
 
-Checked families: LLaMA 1/2/3.x, Mistral, Qwen2, Qwen3, OPT. Any other decoder-only family is compared once with its own
+The families that were tested are listed in `families.py`. Any other decoder-only family is compared once with its own
 forward pass and refused if the results differ.
 """
 
@@ -17,31 +17,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.kernels.common.launch import Backend, resolve_backend
 from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.passes import PromptPass, TreePass
+from specdec.models.target.families import FAMILIES, check_model, decoder_layers, sliding_window_of
 from specdec.models.target.fused import fused_layers
 from specdec.models.target.scores import PrefillOutput, Scores, TargetOutput
 from specdec.models.target.sharding import Sharding
-from specdec.models.target.support import check_model, decoder_layers, sliding_window_of
 
-__all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
+__all__ = ["PrefillOutput", "Target", "TargetOutput"]
 
-CHECKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 T = TypeVar("T")
-# Their forward pass is that of their decoder and then the LM head: no scaling of logits, no cap on them.
-_DECODER_AND_HEAD = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, OPTForCausalLM)
 _ATTENTION_NAME = "specdec"
 # Keywords by which other families change attention itself; ignoring one would change the model's output.
 _UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
@@ -101,17 +90,17 @@ class Target:
         self._taps: list[list[torch.Tensor]] = []
         self.tap_layers: tuple[int, ...] = ()
         self.tap(tap_layers)
-        if config.model_type not in CHECKED_FAMILIES and model not in _COMPARED:
+        if config.model_type not in FAMILIES and model not in _COMPARED:
             self._compare_with_own_forward()
             _COMPARED.add(model)
 
-    def agree(self, value: T) -> T:
+    def broadcast_from_first(self, value: T) -> T:
         """The first process's integers, where the model is sharded over several; else the value itself.
 
         Args:
-            value: a tensor of integers or a dataclass with such tensors, as in `Sharding.agree`.
+            value: a tensor of integers or a dataclass with such tensors, as for `Sharding`.
         """
-        return value if self.sharding is None else self.sharding.agree(value)
+        return value if self.sharding is None else self.sharding.broadcast_from_first(value)
 
     def new_cache(self, batch_size: int, capacity: int, device: torch.device | None = None) -> KVCache:
         """A zeroed cache for `batch_size` rows of `capacity` slots (tokens and tree nodes) each.
@@ -182,8 +171,7 @@ class Target:
         """
         with self._keeping_states():
             logits = self.model(input_ids=tokens, use_cache=False).logits
-            hidden, taps = self._take_states()
-        return TargetOutput(Scores.of(logits), hidden, taps)
+            return TargetOutput(Scores.of(logits), *self._take_states())
 
     def prefill(
         self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = 2048
@@ -202,26 +190,24 @@ class Target:
         hidden: list[torch.Tensor] = []
         taps: list[list[torch.Tensor]] = [[] for _ in self.tap_layers]
         last = lengths.long() - 1
-        ends: torch.Tensor | None = None
+        ends: list[Scores] = []
         for start in range(0, tokens.shape[1], chunk_size):
             chunk = tokens[:, start : start + chunk_size]
-            end = start + chunk.shape[1]
-            ends_here = (last >= start) & (last < end)  # rows whose last token lies in this chunk
             columns, column_of_row = torch.unique((last - start).clamp(0, chunk.shape[1] - 1), return_inverse=True)
             model_pass = PromptPass(
                 start=start, num_tokens=chunk.shape[1], batch_size=chunk.shape[0], device=self.device
             )
-            said = self._forward(chunk, model_pass.positions, model_pass, cache, columns)
-            chunk_ends = said.gather(1, column_of_row[:, None, None].expand(-1, 1, said.shape[-1]))
-            ends = chunk_ends if ends is None else torch.where(ends_here[:, None, None], chunk_ends, ends)
+            scores = self._forward(chunk, model_pass.positions, model_pass, cache, columns)
+            ends.append(scores.at(column_of_row))  # for the rows whose last token lies in this chunk
             chunk_hidden, chunk_taps = self._take_states()
             hidden.append(chunk_hidden)
             for kept, tap in zip(taps, chunk_taps, strict=True):
                 kept.append(tap)
-        if ends is None:
+        if not ends:
             raise ValueError(f"tokens: expected at least one token per row, got shape {list(tokens.shape)}")
         cache.lengths.copy_(lengths)
-        return PrefillOutput(self._scores(ends), torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
+        end_scores = Scores.side_by_side(ends).at(last // chunk_size)
+        return PrefillOutput(end_scores, torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
 
     def score(
         self,
@@ -252,9 +238,8 @@ class Target:
         )
         # nodes past the last position can never be accepted; clamping keeps learned position tables in range
         positions = tree_pass.positions.clamp(max=self.max_positions - 1)
-        said = self._forward(tokens.long(), positions, tree_pass, cache)
-        hidden, taps = self._take_states()
-        return TargetOutput(self._scores(said), hidden, taps)
+        scores = self._forward(tokens.long(), positions, tree_pass, cache)
+        return TargetOutput(scores, *self._take_states())
 
     def _forward(
         self,
@@ -263,12 +248,12 @@ class Target:
         model_pass: PromptPass | TreePass,
         cache: KVCache,
         columns: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Scores:
         """Run a pass, without the LM head if nothing else follows it.
 
         Returns:
-            [B, n, C] states at these columns of the tokens, by default at all; logits [B, n, V] if the model decides
-            itself what becomes of states. `_scores` takes either.
+            Scores [B, n] at these columns of the tokens, by default at all: logits that are there already if the model
+            decides itself what becomes of its states.
         """
         cache.write_to(model_pass.slots)
         inputs: dict[str, Any] = {
@@ -279,21 +264,16 @@ class Target:
             "specdec_pass": model_pass,
         }
         if not self._is_decoder_and_head():
-            return self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits
+            return Scores.of(self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits)
         states = self.model.get_decoder()(**inputs)[0]
-        return states if columns is None else states[:, columns]
-
-    def _scores(self, said: torch.Tensor) -> Scores:
-        """What `_forward` gave, as scores."""
-        if not self._is_decoder_and_head():
-            return Scores.of(said)
-        return Scores(LMHeads.of(self.model.get_output_embeddings(), backend=self.backend), said)
+        heads = LMHeads.of(self.model.get_output_embeddings(), backend=self.backend)
+        return Scores(heads, states if columns is None else states[:, columns])
 
     def _is_decoder_and_head(self) -> bool:
         """Whether the model's forward pass is its decoder's, then its LM head on the states, and nothing else."""
         model = self.model
         return (
-            type(model) in _DECODER_AND_HEAD
+            type(model) in (family.causal_lm for family in FAMILIES.values())
             and self.sharding is None
             and "forward" not in vars(model)
             and not (model._forward_hooks or model._forward_pre_hooks)
@@ -333,7 +313,7 @@ class Target:
         family = self.model.config.model_type
         length = min(12, self.max_positions)
         tokens = torch.arange(1, length + 1, device=self.device)[None] % self.vocab_size
-        refusal = f"model: the {family} family is not supported (checked families: {', '.join(CHECKED_FAMILIES)})"
+        refusal = f"model: the {family} family is not supported (checked families: {', '.join(FAMILIES)})"
         if self.sliding_window is not None:
             raise NotImplementedError(f"{refusal}: sliding window attention was checked for those families only")
         with self.hooked():

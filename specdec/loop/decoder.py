@@ -153,7 +153,7 @@ class Decoder:
         self.check_prompts(prompts, max_new_tokens)
         device, num_rows = self.target.device, len(prompts)
         seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows)
-        seeds = self.target.agree(seeds.to(device))
+        seeds = self.target.broadcast_from_first(seeds.to(device))
         stops = torch.tensor(stop_tokens, dtype=torch.int32, device=device) if stop_tokens else None
         processing = Processing.none() if processing is None else processing
         timer = PhaseTimer(device)
@@ -255,7 +255,7 @@ class Decoder:
         state.uniforms.next_step()
         with call.timer.phase("draft"):
             choose = self.acceptance.chooser(call.processing.law, state.uniforms)
-            tree = self.target.agree(call.drafter.draft(state.root, state.cache.lengths, choose))
+            tree = self.target.broadcast_from_first(call.drafter.draft(state.root, state.cache.lengths, choose))
         with call.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
             scores = call.scores(output)
@@ -263,7 +263,7 @@ class Decoder:
         with call.timer.phase("verify"):
             processed = call.process(scores, tree, state)
             limits = Limits(state.budget, call.stop_tokens, self.backend)
-            verdict = self.target.agree(self.acceptance.verify(tree, processed, limits, state.uniforms))
+            verdict = self.target.broadcast_from_first(self.acceptance.verify(tree, processed, limits, state.uniforms))
             state.note_nan(has_nan)
         with call.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)
@@ -380,7 +380,7 @@ class Decoder:
         call.drafter.start(prompt, output)
         scores = call.scores(output)
         processed = call.process(scores, None, state)
-        root = self.target.agree(self.acceptance.first(processed, state.uniforms))
+        root = self.target.broadcast_from_first(self.acceptance.first(processed, state.uniforms))
         state.note_nan(scores.has_nan, is_prefill=True)
         counts = (state.budget > 0).int()
         state.emit(root, root[:, None], counts, call.stop_tokens)

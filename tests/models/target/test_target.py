@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from lib.families import FAMILIES, VOCAB_SIZE, build_model, pad, random_prompts
+from specdec.models.target import families
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeShape
 
@@ -195,6 +196,10 @@ def test_a_hooked_model_refuses_foreign_calls():
     model = build_model("llama")
     with Target(model).hooked(), pytest.raises(RuntimeError, match="hooked by specdec"):
         model(torch.ones(1, 3, dtype=torch.int64))
+
+
+def test_every_listed_family_is_tested():
+    assert {build_model(family).config.model_type for family in FAMILIES} == set(families.FAMILIES)
 
 
 def test_unlisted_families_are_compared_with_their_own_forward():
