@@ -43,7 +43,8 @@ class Family:
 def _llama_shaped(modeling: ModuleType, name: str, *, has_one_window: bool = False) -> Family:
     """A family whose classes are named, and do, as LLaMA's."""
     parts = ("ForCausalLM", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-    return Family(*(getattr(modeling, name + part) for part in parts), has_one_window=has_one_window)
+    causal_lm, layer, attention, mlp, norm = (getattr(modeling, name + part) for part in parts)
+    return Family(causal_lm, layer, attention, mlp, norm, has_one_window)
 
 
 FAMILIES = {

@@ -64,8 +64,9 @@ class Scores:
     @cached_property
     def _unwritten(self) -> TopK | None:
         """The best tokens, found without logits; None if those are there or have to be written."""
-        has_logits = self._heads is None or "logits" in vars(self)
-        return None if has_logits else self._heads.best_unwritten(self._states)
+        if self._heads is None or "logits" in vars(self):
+            return None
+        return self._heads.best_unwritten(self._states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,59 @@
 An answer is one call of `specdec.generate`, whose prompt is the whole conversation as the chat template writes it.
 """
 
+import argparse
+import contextlib
+import importlib
 import re
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from jinja2 import TemplateError
-from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from specdec.commands.options import (
+    add_chat_template,
+    add_decoding,
+    chat_template_of,
+    check_positive,
+    load_for_decoding,
+    sampling_of,
+)
 
-from specdec.commands.text import CompletionStream, describe_run
-from specdec.drafting.base import Drafter
-from specdec.generation.generate import SpecDecodeOutput, generate
-from specdec.models.target.target import Target
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chat", "run_chat"]
+    from specdec.commands.options import Commands
+    from specdec.drafting.base import Drafter
+    from specdec.models.target.target import Target
+
+__all__ = ["Chat", "add_to", "run_chat"]
+
+
+def add_to(commands: "Commands") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("chat", help="talk with a model; accepted draft tokens are in colour")
+    add_decoding(parser, max_new_tokens=512)
+    parser.add_argument("--system", help="message that the conversation begins with")
+    add_chat_template(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    check_positive(options, "max_new_tokens")
+    settings = {"system": options.system, "chat_template": chat_template_of(options), "seed": options.seed}
+    target, drafter, tokenizer = load_for_decoding(options)
+    chat = Chat(target, drafter, tokenizer, max_new_tokens=options.max_new_tokens, **settings, **sampling_of(options))
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # input() then edits lines and remembers them
+    console = Console(highlight=False)
+    console.print(f"{options.model} with {drafter.kind}; /reset begins anew, /exit leaves", style="dim")
+    run_chat(chat, console, lambda: input("> " if is_interactive else ""))
+    return 0
 
 
 class Chat:
@@ -42,9 +80,9 @@ class Chat:
 
     def __init__(
         self,
-        target: Target,
-        drafter: Drafter,
-        tokenizer: PreTrainedTokenizerBase,
+        target: "Target",
+        drafter: "Drafter",
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         system: str | None = None,
         chat_template: str | None = None,
@@ -71,7 +109,7 @@ class Chat:
         """Forget the conversation, all but the system message."""
         self.messages = list(self._first)
 
-    def answer(self, text: str, console: Console) -> None:
+    def answer(self, text: str, console: "Console") -> None:
         """Print the model's answer to `text`, and a line about how it came about; Ctrl-C ends the answer alone.
 
         What was written before an interruption stays in the conversation.
@@ -79,6 +117,9 @@ class Chat:
         Raises:
             ValueError: a bad setting, or a conversation that the chat template refuses.
         """
+        from specdec.commands.text import CompletionStream, describe_run
+        from specdec.generation.generate import SpecDecodeOutput, generate
+
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(messages)
         room = self._target.max_positions - prompt.shape[1]
@@ -87,11 +128,11 @@ class Chat:
             console.print(f"no room in the model's context of {context} tokens; /reset begins anew", style="dim")
             return
         stream = CompletionStream(console, self._tokenizer)
+        settings = {"max_new_tokens": min(self._max_new_tokens, room), "seed": self._seed, **self._generation}
         try:
             output = generate(
-                self._target, self._drafter, prompt, streamer=stream, max_new_tokens=min(self._max_new_tokens, room),
-                seed=self._seed, return_dict_in_generate=True, **self._generation,
-            )  # fmt: skip
+                self._target, self._drafter, prompt, streamer=stream, return_dict_in_generate=True, **settings
+            )
             assert isinstance(output, SpecDecodeOutput)
             assert output.stats is not None
             line = describe_run(len(stream.tokens), output.stats)
@@ -104,8 +145,11 @@ class Chat:
             self._seed += 1
         console.print(line, style="dim")
 
-    def _prompt(self, messages: list[dict[str, str]]) -> torch.Tensor:
+    def _prompt(self, messages: list[dict[str, str]]) -> "torch.Tensor":
         """[1, T] int64 ids up to where the answer begins."""
+        import torch
+        from jinja2 import TemplateError
+
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, chat_template=self._chat_template, tokenize=False, add_generation_prompt=True
@@ -118,7 +162,7 @@ class Chat:
         return torch.tensor([ids], device=self._target.device)
 
 
-def run_chat(chat: Chat, console: Console, read: Callable[[], str]) -> None:
+def run_chat(chat: Chat, console: "Console", read: Callable[[], str]) -> None:
     """Answer line by line until `/exit` or the end of the input.
 
     Args:

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter
 from specdec.generation.generate import generate
 from specdec.models.target.target import Target
 from specdec.training.data import read_prompts
-from specdec.training.recipe import check_at_least
 
 __all__ = ["continue_prompts", "distill"]
 

@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["Recipe", "Run", "check_at_least", "check_decay", "check_weights", "learning_rate_factor"]
+from specdec.common.checks import check_at_least
+
+__all__ = ["Recipe", "Run", "check_decay", "check_weights", "learning_rate_factor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,6 @@ def learning_rate_factor(recipe: Recipe, num_steps: int, step: int) -> float:
     if recipe.schedule not in shapes:
         raise ValueError(f"schedule: expected one of {', '.join(shapes)}, got {recipe.schedule!r}")
     return recipe.final_lr_ratio + (1 - recipe.final_lr_ratio) * shapes[recipe.schedule]
-
-
-def check_at_least(least: int, settings: Mapping[str, float | None]) -> None:
-    """Raise ValueError, by name, for a setting below `least` or NaN; None is a setting that was not given."""
-    for name, value in settings.items():
-        if value is not None and not value >= least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def check_decay(decay: float) -> None:

@@ -90,7 +90,7 @@ def test_errors_are_one_line(arguments, message, data, tmp_path, capsys):
 
 
 def test_settings_are_json_or_text():
-    from specdec.commands.cli import _setting
+    from specdec.commands.train import _setting
 
     assert _setting("tap_layers=[0, 2, 4]") == ("tap_layers", (0, 2, 4))
     assert _setting("recurrent=false") == ("recurrent", False)
@@ -106,6 +106,12 @@ def test_train_tiny_leaves_finished_parts_alone(tmp_path, capsys):
     assert "only: expected some of target, draft_model, medusa, hydra, " in capsys.readouterr().err
     assert main(["train-tiny", "--output", str(tmp_path), "--only", "medusa"]) == 2
     assert "output: expected the target in" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"specdec {specdec.__version__}\n"
 
 
 def test_importing_the_package_and_asking_for_kinds_stays_quick():

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.eagle import Eagle
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
-from specdec.training.recipe import Recipe, check_at_least, check_decay
+from specdec.training.recipe import Recipe, check_decay
 
 __all__ = ["EAGLE_RECIPES", "EagleObjective", "most_frequent_tokens"]
 

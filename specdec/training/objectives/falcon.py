@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.falcon import Falcon
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
 from specdec.training.objectives.eagle import EAGLE_RECIPES
-from specdec.training.recipe import check_at_least
 
 __all__ = ["FalconObjective", "glance_at", "relaxed_mask"]
 

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.hydra import Hydra
 from specdec.drafting.network import NetworkDrafter
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
-from specdec.training.recipe import Recipe, check_at_least
+from specdec.training.recipe import Recipe
 
 __all__ = ["HydraObjective", "HydraPlusPlusObjective"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.load import load_drafter
 from specdec.drafters.parallelspec import ParallelSpec
@@ -22,7 +23,7 @@ from specdec.models.networks.layer import MaskedAttention
 from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
-from specdec.training.recipe import Recipe, check_at_least, check_decay
+from specdec.training.recipe import Recipe, check_decay
 
 __all__ = ["ParallelSpecObjective"]
 
