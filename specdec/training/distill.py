@@ -96,10 +96,8 @@ def distill(
         for temperature, batch in _batches(usable[present:], temperatures, batch_size):
             rows = [prompt for _, prompt in batch]
             limit = min(max_new_tokens, target.max_positions - max(map(len, rows)))
-            completions = continue_prompts(
-                target, rows, limit, drafter=proposer, temperature=temperature,
-                seeds=[seed + index for index, _ in batch],
-            )  # fmt: skip
+            seeds = [seed + index for index, _ in batch]
+            completions = continue_prompts(target, rows, limit, drafter=proposer, temperature=temperature, seeds=seeds)
             for (index, prompt), completion in zip(batch, completions, strict=True):
                 file.write(_line(index, prompt.tolist(), completion, tokenizer, settings(index)))
             file.flush()

@@ -29,11 +29,9 @@ def train(tmp_path, data, *arguments):
 
 
 def test_train_writes_a_folder_that_generate_takes(data, tmp_path, capsys):
-    settings = ["--set", "num_heads=2", "--set", "decay=1.0"]
-    status = train(
-        tmp_path, data, "--drafter", "medusa", *settings, "--tree", "2,1", "--steps", "2", "--batch-size", "4",
-        "--learning-rate", "0.001", "--eval-every", "1", "--held-out", "0.2", "--labels", "target",
-    )  # fmt: skip
+    options = "--set num_heads=2 --set decay=1.0 --tree 2,1 --steps 2 --batch-size 4 --learning-rate 0.001"
+    options += " --eval-every 1 --held-out 0.2 --labels target"
+    status = train(tmp_path, data, "--drafter", "medusa", *options.split())
     out = capsys.readouterr()
     assert status == 0, out.err
     report = json.loads(out.out)
