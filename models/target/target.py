@@ -11,8 +11,9 @@ forward pass and refused if the results differ.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -86,8 +87,7 @@ class Target:
         self.vocab_size: int = head.out_features
         self.max_positions: int = config.max_position_embeddings
         self.sliding_window: int | None = sliding_window_of(config)
-        self._hidden: list[torch.Tensor] = []
-        self._taps: list[list[torch.Tensor]] = []
+        self._kept: dict[int, torch.Tensor] = {}  # of the last pass: 0 the final state, 1 + n tap n
         self.tap_layers: tuple[int, ...] = ()
         self.tap(tap_layers)
         if config.model_type not in FAMILIES and model not in _COMPARED:
@@ -131,7 +131,6 @@ class Target:
         if bad:
             raise ValueError(f"tap_layers: expected layers between 0 and {self.num_layers - 1}, got {bad}")
         self.tap_layers += tuple(dict.fromkeys(layer for layer in layers if layer not in self.tap_layers))
-        self._taps = [[] for _ in self.tap_layers]
         return [self.tap_layers.index(layer) for layer in layers]
 
     @contextmanager
@@ -144,19 +143,15 @@ class Target:
         AttentionInterface.register(_ATTENTION_NAME, _attention)
         with _LOCKS.setdefault(self.model, threading.RLock()):
             attention = self.model.config._attn_implementation
-            training = [module for module in self.model.modules() if module.training]
+            fusing = fused_layers(self.model) if self.fused else nullcontext()
             try:
-                self.model.eval()
                 if attention != _ATTENTION_NAME:
                     self.model.set_attn_implementation(_ATTENTION_NAME)
-                fusing = fused_layers(self.model) if self.fused else nullcontext()
-                with fusing, self._keeping_states():
+                with _in_eval_mode(self.model), fusing, self._keeping_states():
                     yield
             finally:
                 if attention != _ATTENTION_NAME:
                     self.model.set_attn_implementation(attention)
-                for module in training:
-                    module.training = True
                 _own_buffers(self.model)
 
     @torch.no_grad()
@@ -283,29 +278,22 @@ class Target:
     @contextmanager
     def _keeping_states(self) -> Iterator[None]:
         """Keep the final state and the tapped layers' outputs of every pass inside the block."""
-        handles = []
-        try:
-            decoder = self.model.get_decoder()
-            handles.append(decoder.register_forward_hook(self._keep_hidden))
-            for taps, layer in zip(self._taps, self.tap_layers, strict=True):
-                handles.append(decoder_layers(decoder)[layer].register_forward_hook(_keep_in(taps)))
+        decoder = self.model.get_decoder()
+        layers = decoder_layers(decoder)
+        with ExitStack() as stack:
+            stack.callback(self._kept.clear)
+            for place, module in enumerate((decoder, *(layers[layer] for layer in self.tap_layers))):
+                stack.enter_context(module.register_forward_hook(partial(self._keep, place)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._take_states()
 
-    def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:
-        self._hidden.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])  # type: ignore[index]
+    def _keep(self, place: int, module: nn.Module, args: object, output: Any) -> None:
+        self._kept[place] = output if isinstance(output, torch.Tensor) else output[0]
 
     def _take_states(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """States kept by the hooks during the last pass; empties the keep."""
-        hidden = self._hidden.pop() if self._hidden else torch.empty(0)
-        taps = tuple(kept.pop() for kept in self._taps if kept)
-        self._hidden.clear()
-        for kept in self._taps:
-            kept.clear()
-        return hidden, taps
+        """The final state and the taps of the last pass; empties the keep."""
+        hidden, *taps = (self._kept[place] for place in sorted(self._kept))
+        self._kept.clear()
+        return hidden, tuple(taps)
 
     @torch.no_grad()
     def _compare_with_own_forward(self) -> None:
@@ -325,11 +313,8 @@ class Target:
                 raise NotImplementedError(f"{refusal}: {error}") from error
             except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
                 raise NotImplementedError(f"{refusal}: its forward pass failed under the hook: {error}") from error
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        own = self.model(tokens, use_cache=False).logits[:, -1].float()
-        for module in training:
-            module.training = True
+        with _in_eval_mode(self.model):
+            own = self.model(tokens, use_cache=False).logits[:, -1].float()
         difference = (hooked - own).abs().max().item()
         allowed = 64 * torch.finfo(self.dtype).eps * own.abs().max().clamp(min=1.0).item()
         if not difference <= allowed:
@@ -374,6 +359,17 @@ def _attention(
     return specdec_pass.attend(query, key, value, scale=float(scale), window=sliding_window), None
 
 
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _own_buffers(model: nn.Module) -> None:
     """Replace buffers that a pass without autograd made (scaled rotary tables) by ones that training can use."""
     for module in model.modules():
@@ -381,10 +377,3 @@ def _own_buffers(model: nn.Module) -> None:
             if buffer is not None and buffer.is_inference():
                 with torch.inference_mode(False):
                     module._buffers[name] = buffer.clone()
-
-
-def _keep_in(kept: list[torch.Tensor]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: object, output: object) -> None:
-        kept.append(output if isinstance(output, torch.Tensor) else output[0])  # type: ignore[index]
-
-    return hook
