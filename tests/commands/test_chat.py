@@ -28,9 +28,9 @@ MODEL, TOKENIZER = specdec.load_tiny()
 TARGET = Target(MODEL)
 
 
-def make_chat(drafter=None, **settings):
-    settings = {"chat_template": TEMPLATE, "max_new_tokens": 12, "do_sample": False, **settings}
-    return Chat(TARGET, drafter or PromptLookup(), TOKENIZER, **settings)
+def make_chat(drafter=None, *, system=None, chat_template=TEMPLATE, max_new_tokens=12, seed=None, **sampling):
+    generation = {"do_sample": False, **sampling}
+    return Chat(TARGET, drafter or PromptLookup(), TOKENIZER, system, chat_template, max_new_tokens, seed, generation)
 
 
 def talk(chat, *lines, **console):
