@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -245,10 +245,7 @@ class _Guard(TrainerCallback):
     def __init__(self, clip_value: float | None) -> None:
         self.clip_value = clip_value
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        del args, control
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
@@ -261,8 +258,7 @@ class _Guard(TrainerCallback):
 
 
 class _MarkComplete(TrainerCallback):
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        del control, kwargs
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and args.output_dir is not None:
             Path(args.output_dir, f"checkpoint-{state.global_step}", _COMPLETE).touch()
 
@@ -275,10 +271,7 @@ class _ProgressBar(TrainerCallback):
         self._task = TaskID(0)
         self._shown: dict[str, float] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        del args, control, kwargs
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         console = Console(stderr=True)
         if state.is_world_process_zero and console.is_terminal:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -286,13 +279,11 @@ class _ProgressBar(TrainerCallback):
             self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step)
             self._bar.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        del args, control, kwargs
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        del args, control
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         self._shown |= {name: logs[name] for name in ("loss", "eval_loss", "eval_tau") if name in logs}
         names = {"loss": "loss", "eval_loss": "held out", "eval_tau": "tau"}
