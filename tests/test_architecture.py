@@ -132,9 +132,9 @@ def module_of(imported: str) -> str | None:
 
 @cache
 def arrows() -> dict[str, frozenset[str]]:
-    """Which modules of the product each one imports."""
+    """Which modules of the product each one imports; the names of `specdec` itself are fetched on first use."""
     return {
-        name: frozenset({module_of(imported) for imported in imported_modules(parsed(file))} - {None, name})
+        name: frozenset({module_of(imported) for imported in imported_modules(parsed(file))} - {None, name, "specdec"})
         for name, file in modules().items()
     }
 

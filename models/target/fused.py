@@ -3,7 +3,7 @@
 Equation:   the layer's own:  a = x + O attend(rope(Q n(x)), rope(K n(x)), V n(x));  y = a + Down swiglu(GU m(a))
             with Q, K and V as one matrix product, gate and up (GU) as another, each norm with the sum before it as one
             kernel, rope with the write to the cache as one, and the gate as one
-Source:     the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3, rounding by rounding
+Source:     the decoder layers of transformers' families of that shape (`families.py`), rounding by rounding
 
 While `fused_layers(model)` is active, eligible layers carry a `forward` of ours in their own `__dict__`; it takes over
 for a `TreePass` with `fused` set and hands every other call to the layer's class. So prefill, training and other code
@@ -32,10 +32,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.rms_norm import MAX_WIDTH, add_rms_norm, rms_norm
@@ -43,13 +39,13 @@ from specdec.kernels.rope_kv_write import rope_kv_write
 from specdec.kernels.swiglu import swiglu
 from specdec.models.common.cache import KVCache
 from specdec.models.common.passes import TreePass
+from specdec.models.target.families import FAMILIES
 
 __all__ = ["fused_layers"]
 
-_LAYERS = (llama.LlamaDecoderLayer, mistral.MistralDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer)
-_ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
-_MLPS = (llama.LlamaMLP, mistral.MistralMLP, qwen2.Qwen2MLP, qwen3.Qwen3MLP)
-_NORMS = (llama.LlamaRMSNorm, mistral.MistralRMSNorm, qwen2.Qwen2RMSNorm, qwen3.Qwen3RMSNorm)
+_FUSED = [family for family in FAMILIES.values() if family.layer is not None]
+_ATTENTIONS = {family.attention: family for family in _FUSED}
+_LAYERS, _MLPS, _NORMS = ({getattr(family, part) for family in _FUSED} for part in ("layer", "mlp", "norm"))
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 _RECORDERS = "transformers.utils.output_capturing"
@@ -253,9 +249,8 @@ class _Attention:
         self.heads = [linear.out_features // self.head_dim for linear in _qkv(module)]
         norms = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
         self.norms = [_Norm(norm, dtype) for norm in norms if isinstance(norm, nn.Module)]
-        is_mistral = type(module) is mistral.MistralAttention
-        # Mistral's window is the same in all layers; elsewhere a layer knows its own
-        self.window: int | None = getattr(module.config if is_mistral else module, "sliding_window", None)
+        window_of = module.config if _ATTENTIONS[type(module)].has_one_window else module
+        self.window: int | None = getattr(window_of, "sliding_window", None)
 
     @classmethod
     def of(cls, module: Any, packer: "_Packer") -> "_Attention | None":

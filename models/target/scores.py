@@ -4,6 +4,7 @@ Greedy decoding wants the best token of every place and whether a logit was NaN.
 finds both while it multiplies, and [B, M, V] logits never pass through memory. Whoever asks for the logits gets them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,25 +20,33 @@ class Scores:
     """Logits of an LM head on states, written when they are first asked for.
 
     Args:
-        heads: the LM head.
+        heads: the LM head; None if what follows is its logits already.
         states: [B, M, C] what enters it.
     """
 
-    def __init__(self, heads: LMHeads, states: torch.Tensor) -> None:
+    def __init__(self, heads: LMHeads | None, states: torch.Tensor) -> None:
         self._heads = heads
         self._states = states
 
     @classmethod
     def of(cls, logits: torch.Tensor) -> "Scores":
         """Scores whose logits [B, M, V] are there already."""
-        scores = cls.__new__(cls)
-        scores.logits = logits
-        return scores
+        return cls(heads=None, states=logits)
+
+    @classmethod
+    def side_by_side(cls, scores: "Sequence[Scores]") -> "Scores":
+        """[B, M + M' + ..]: the places of several scores of the same rows, all of one LM head or all of logits."""
+        return cls(scores[0]._heads, torch.cat([part._states for part in scores], 1))
+
+    def at(self, places: torch.Tensor) -> "Scores":
+        """[B, 1]: one place [B] int64 of every row."""
+        rows = torch.arange(places.shape[0], device=places.device)
+        return Scores(self._heads, self._states[rows, places][:, None])
 
     @cached_property
     def logits(self) -> torch.Tensor:
         """[B, M, V] in the dtype of the states, computed once."""
-        return self._heads.logits(self._states)
+        return self._states if self._heads is None else self._heads.logits(self._states)
 
     @cached_property
     def best(self) -> torch.Tensor:
@@ -55,7 +64,9 @@ class Scores:
     @cached_property
     def _unwritten(self) -> TopK | None:
         """The best tokens, found without logits; None if those are there or have to be written."""
-        return None if "logits" in vars(self) else self._heads.best_unwritten(self._states)
+        if self._heads is None or "logits" in vars(self):
+            return None
+        return self._heads.best_unwritten(self._states)
 
 
 @dataclass(frozen=True, slots=True)

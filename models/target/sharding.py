@@ -78,7 +78,7 @@ class Sharding:
             )
         return cls(mesh.get_group(), mesh.size(), int(heads.pop()))
 
-    def agree(self, value: T) -> T:
+    def broadcast_from_first(self, value: T) -> T:
         """What the first process has, on all of them.
 
         Args:
@@ -95,8 +95,8 @@ class Sharding:
             for name, tensor in tensors.items()
             if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         ]
-        agreed = self._broadcast([tensors[name] for name in names])
-        return replace(value, **dict(zip(names, agreed, strict=True)))
+        first = self._broadcast([tensors[name] for name in names])
+        return replace(value, **dict(zip(names, first, strict=True)))
 
     def _broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One message for all of them."""

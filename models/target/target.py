@@ -5,43 +5,33 @@ How: while `Target.hooked()` is active the model uses an attention function of o
 through to the attention function) that says where the new keys and values go and what each query may see; the cache is
 an own `Cache` subclass. On the way out, also after an exception or Ctrl-C, everything is put back.
 
-Checked families: LLaMA 1/2/3.x, Mistral, Qwen2, Qwen3, OPT. Any other decoder-only family is compared once with its own
+The families that were tested are listed in `families.py`. Any other decoder-only family is compared once with its own
 forward pass and refused if the results differ.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.kernels.common.launch import Backend, resolve_backend
 from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.passes import PromptPass, TreePass
+from specdec.models.target.families import FAMILIES, check_model, decoder_layers, sliding_window_of
 from specdec.models.target.fused import fused_layers
 from specdec.models.target.scores import PrefillOutput, Scores, TargetOutput
 from specdec.models.target.sharding import Sharding
-from specdec.models.target.support import check_model, decoder_layers, sliding_window_of
 
-__all__ = ["CHECKED_FAMILIES", "PrefillOutput", "Target", "TargetOutput"]
+__all__ = ["PrefillOutput", "Target", "TargetOutput"]
 
-CHECKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 T = TypeVar("T")
-# Their forward pass is that of their decoder and then the LM head: no scaling of logits, no cap on them.
-_DECODER_AND_HEAD = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, OPTForCausalLM)
 _ATTENTION_NAME = "specdec"
 # Keywords by which other families change attention itself; ignoring one would change the model's output.
 _UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
@@ -97,21 +87,20 @@ class Target:
         self.vocab_size: int = head.out_features
         self.max_positions: int = config.max_position_embeddings
         self.sliding_window: int | None = sliding_window_of(config)
-        self._hidden: list[torch.Tensor] = []
-        self._taps: list[list[torch.Tensor]] = []
+        self._kept: dict[int, torch.Tensor] = {}  # of the last pass: 0 the final state, 1 + n tap n
         self.tap_layers: tuple[int, ...] = ()
         self.tap(tap_layers)
-        if config.model_type not in CHECKED_FAMILIES and model not in _COMPARED:
+        if config.model_type not in FAMILIES and model not in _COMPARED:
             self._compare_with_own_forward()
             _COMPARED.add(model)
 
-    def agree(self, value: T) -> T:
+    def broadcast_from_first(self, value: T) -> T:
         """The first process's integers, where the model is sharded over several; else the value itself.
 
         Args:
-            value: a tensor of integers or a dataclass with such tensors, as in `Sharding.agree`.
+            value: a tensor of integers or a dataclass with such tensors, as for `Sharding`.
         """
-        return value if self.sharding is None else self.sharding.agree(value)
+        return value if self.sharding is None else self.sharding.broadcast_from_first(value)
 
     def new_cache(self, batch_size: int, capacity: int, device: torch.device | None = None) -> KVCache:
         """A zeroed cache for `batch_size` rows of `capacity` slots (tokens and tree nodes) each.
@@ -142,7 +131,6 @@ class Target:
         if bad:
             raise ValueError(f"tap_layers: expected layers between 0 and {self.num_layers - 1}, got {bad}")
         self.tap_layers += tuple(dict.fromkeys(layer for layer in layers if layer not in self.tap_layers))
-        self._taps = [[] for _ in self.tap_layers]
         return [self.tap_layers.index(layer) for layer in layers]
 
     @contextmanager
@@ -155,19 +143,15 @@ class Target:
         AttentionInterface.register(_ATTENTION_NAME, _attention)
         with _LOCKS.setdefault(self.model, threading.RLock()):
             attention = self.model.config._attn_implementation
-            training = [module for module in self.model.modules() if module.training]
+            fusing = fused_layers(self.model) if self.fused else nullcontext()
             try:
-                self.model.eval()
                 if attention != _ATTENTION_NAME:
                     self.model.set_attn_implementation(_ATTENTION_NAME)
-                fusing = fused_layers(self.model) if self.fused else nullcontext()
-                with fusing, self._keeping_states():
+                with _in_eval_mode(self.model), fusing, self._keeping_states():
                     yield
             finally:
                 if attention != _ATTENTION_NAME:
                     self.model.set_attn_implementation(attention)
-                for module in training:
-                    module.training = True
                 _own_buffers(self.model)
 
     @torch.no_grad()
@@ -182,8 +166,7 @@ class Target:
         """
         with self._keeping_states():
             logits = self.model(input_ids=tokens, use_cache=False).logits
-            hidden, taps = self._take_states()
-        return TargetOutput(Scores.of(logits), hidden, taps)
+            return TargetOutput(Scores.of(logits), *self._take_states())
 
     def prefill(
         self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = 2048
@@ -202,26 +185,24 @@ class Target:
         hidden: list[torch.Tensor] = []
         taps: list[list[torch.Tensor]] = [[] for _ in self.tap_layers]
         last = lengths.long() - 1
-        ends: torch.Tensor | None = None
+        ends: list[Scores] = []
         for start in range(0, tokens.shape[1], chunk_size):
             chunk = tokens[:, start : start + chunk_size]
-            end = start + chunk.shape[1]
-            ends_here = (last >= start) & (last < end)  # rows whose last token lies in this chunk
             columns, column_of_row = torch.unique((last - start).clamp(0, chunk.shape[1] - 1), return_inverse=True)
             model_pass = PromptPass(
                 start=start, num_tokens=chunk.shape[1], batch_size=chunk.shape[0], device=self.device
             )
-            said = self._forward(chunk, model_pass.positions, model_pass, cache, columns)
-            chunk_ends = said.gather(1, column_of_row[:, None, None].expand(-1, 1, said.shape[-1]))
-            ends = chunk_ends if ends is None else torch.where(ends_here[:, None, None], chunk_ends, ends)
+            scores = self._forward(chunk, model_pass.positions, model_pass, cache, columns)
+            ends.append(scores.at(column_of_row))  # for the rows whose last token lies in this chunk
             chunk_hidden, chunk_taps = self._take_states()
             hidden.append(chunk_hidden)
             for kept, tap in zip(taps, chunk_taps, strict=True):
                 kept.append(tap)
-        if ends is None:
+        if not ends:
             raise ValueError(f"tokens: expected at least one token per row, got shape {list(tokens.shape)}")
         cache.lengths.copy_(lengths)
-        return PrefillOutput(self._scores(ends), torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
+        end_scores = Scores.side_by_side(ends).at(last // chunk_size)
+        return PrefillOutput(end_scores, torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
 
     def score(
         self,
@@ -252,9 +233,8 @@ class Target:
         )
         # nodes past the last position can never be accepted; clamping keeps learned position tables in range
         positions = tree_pass.positions.clamp(max=self.max_positions - 1)
-        said = self._forward(tokens.long(), positions, tree_pass, cache)
-        hidden, taps = self._take_states()
-        return TargetOutput(self._scores(said), hidden, taps)
+        scores = self._forward(tokens.long(), positions, tree_pass, cache)
+        return TargetOutput(scores, *self._take_states())
 
     def _forward(
         self,
@@ -263,12 +243,12 @@ class Target:
         model_pass: PromptPass | TreePass,
         cache: KVCache,
         columns: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Scores:
         """Run a pass, without the LM head if nothing else follows it.
 
         Returns:
-            [B, n, C] states at these columns of the tokens, by default at all; logits [B, n, V] if the model decides
-            itself what becomes of states. `_scores` takes either.
+            Scores [B, n] at these columns of the tokens, by default at all: logits that are there already if the model
+            decides itself what becomes of its states.
         """
         cache.write_to(model_pass.slots)
         inputs: dict[str, Any] = {
@@ -279,21 +259,16 @@ class Target:
             "specdec_pass": model_pass,
         }
         if not self._is_decoder_and_head():
-            return self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits
+            return Scores.of(self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits)
         states = self.model.get_decoder()(**inputs)[0]
-        return states if columns is None else states[:, columns]
-
-    def _scores(self, said: torch.Tensor) -> Scores:
-        """What `_forward` gave, as scores."""
-        if not self._is_decoder_and_head():
-            return Scores.of(said)
-        return Scores(LMHeads.of(self.model.get_output_embeddings(), backend=self.backend), said)
+        heads = LMHeads.of(self.model.get_output_embeddings(), backend=self.backend)
+        return Scores(heads, states if columns is None else states[:, columns])
 
     def _is_decoder_and_head(self) -> bool:
         """Whether the model's forward pass is its decoder's, then its LM head on the states, and nothing else."""
         model = self.model
         return (
-            type(model) in _DECODER_AND_HEAD
+            type(model) in (family.causal_lm for family in FAMILIES.values())
             and self.sharding is None
             and "forward" not in vars(model)
             and not (model._forward_hooks or model._forward_pre_hooks)
@@ -303,29 +278,22 @@ class Target:
     @contextmanager
     def _keeping_states(self) -> Iterator[None]:
         """Keep the final state and the tapped layers' outputs of every pass inside the block."""
-        handles = []
-        try:
-            decoder = self.model.get_decoder()
-            handles.append(decoder.register_forward_hook(self._keep_hidden))
-            for taps, layer in zip(self._taps, self.tap_layers, strict=True):
-                handles.append(decoder_layers(decoder)[layer].register_forward_hook(_keep_in(taps)))
+        decoder = self.model.get_decoder()
+        layers = decoder_layers(decoder)
+        with ExitStack() as stack:
+            stack.callback(self._kept.clear)
+            for place, module in enumerate((decoder, *(layers[layer] for layer in self.tap_layers))):
+                stack.enter_context(module.register_forward_hook(partial(self._keep, place)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._take_states()
 
-    def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:
-        self._hidden.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])  # type: ignore[index]
+    def _keep(self, place: int, module: nn.Module, args: object, output: Any) -> None:
+        self._kept[place] = output if isinstance(output, torch.Tensor) else output[0]
 
     def _take_states(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """States kept by the hooks during the last pass; empties the keep."""
-        hidden = self._hidden.pop() if self._hidden else torch.empty(0)
-        taps = tuple(kept.pop() for kept in self._taps if kept)
-        self._hidden.clear()
-        for kept in self._taps:
-            kept.clear()
-        return hidden, taps
+        """The final state and the taps of the last pass; empties the keep."""
+        hidden, *taps = (self._kept[place] for place in sorted(self._kept))
+        self._kept.clear()
+        return hidden, tuple(taps)
 
     @torch.no_grad()
     def _compare_with_own_forward(self) -> None:
@@ -333,7 +301,7 @@ class Target:
         family = self.model.config.model_type
         length = min(12, self.max_positions)
         tokens = torch.arange(1, length + 1, device=self.device)[None] % self.vocab_size
-        refusal = f"model: the {family} family is not supported (checked families: {', '.join(CHECKED_FAMILIES)})"
+        refusal = f"model: the {family} family is not supported (checked families: {', '.join(FAMILIES)})"
         if self.sliding_window is not None:
             raise NotImplementedError(f"{refusal}: sliding window attention was checked for those families only")
         with self.hooked():
@@ -345,11 +313,8 @@ class Target:
                 raise NotImplementedError(f"{refusal}: {error}") from error
             except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
                 raise NotImplementedError(f"{refusal}: its forward pass failed under the hook: {error}") from error
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        own = self.model(tokens, use_cache=False).logits[:, -1].float()
-        for module in training:
-            module.training = True
+        with _in_eval_mode(self.model):
+            own = self.model(tokens, use_cache=False).logits[:, -1].float()
         difference = (hooked - own).abs().max().item()
         allowed = 64 * torch.finfo(self.dtype).eps * own.abs().max().clamp(min=1.0).item()
         if not difference <= allowed:
@@ -394,6 +359,17 @@ def _attention(
     return specdec_pass.attend(query, key, value, scale=float(scale), window=sliding_window), None
 
 
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _own_buffers(model: nn.Module) -> None:
     """Replace buffers that a pass without autograd made (scaled rotary tables) by ones that training can use."""
     for module in model.modules():
@@ -401,10 +377,3 @@ def _own_buffers(model: nn.Module) -> None:
             if buffer is not None and buffer.is_inference():
                 with torch.inference_mode(False):
                     module._buffers[name] = buffer.clone()
-
-
-def _keep_in(kept: list[torch.Tensor]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: object, output: object) -> None:
-        kept.append(output if isinstance(output, torch.Tensor) else output[0])  # type: ignore[index]
-
-    return hook

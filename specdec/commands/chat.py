@@ -3,27 +3,67 @@
 An answer is one call of `specdec.generate`, whose prompt is the whole conversation as the chat template writes it.
 """
 
+import argparse
+import contextlib
+import importlib
 import re
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
-from jinja2 import TemplateError
-from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from specdec.commands.options import (
+    add_chat_template,
+    add_decoding,
+    chat_template_of,
+    check_positive,
+    load_for_decoding,
+    sampling_of,
+)
 
-from specdec.commands.text import CompletionStream, describe_run
-from specdec.drafting.base import Drafter
-from specdec.generation.generate import SpecDecodeOutput, generate
-from specdec.models.target.target import Target
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chat", "run_chat"]
+    from specdec.commands.options import Commands
+    from specdec.drafting.base import Drafter
+    from specdec.models.target.target import Target
+
+__all__ = ["Chat", "add_to", "run_chat"]
 
 
+def add_to(commands: "Commands") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("chat", help="talk with a model; accepted draft tokens are in colour")
+    add_decoding(parser, max_new_tokens=512)
+    parser.add_argument("--system", help="message that the conversation begins with")
+    add_chat_template(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    check_positive(options, "max_new_tokens")
+    template = chat_template_of(options)
+    limits = {"max_new_tokens": options.max_new_tokens, "seed": options.seed}
+    chat = Chat(*load_for_decoding(options), options.system, template, **limits, generation=sampling_of(options))
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # input() then edits lines and remembers them
+    console = Console(highlight=False)
+    console.print(f"{options.model} with {chat.drafter.kind}; /reset begins anew, /exit leaves", style="dim")
+    run_chat(chat, console, lambda: input("> " if is_interactive else ""))
+    return 0
+
+
+@dataclass
 class Chat:
     """A conversation with a model.
 
-    Args:
+    Attributes:
         target: the model.
         drafter: what proposes tokens for it.
         tokenizer: the target's.
@@ -32,46 +72,35 @@ class Chat:
         max_new_tokens: most tokens of an answer; the rest of the context where that is less.
         seed: of sampling; answer number n, from 0, takes `seed + n`. None draws seeds from PyTorch's generator.
         generation: further settings, as for `specdec.generate`.
-
-    Attributes:
         messages: the conversation so far, as transformers writes messages.
 
     Raises:
         ValueError: no chat template.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        system: str | None = None,
-        chat_template: str | None = None,
-        max_new_tokens: int = 512,
-        seed: int | None = None,
-        **generation: Any,
-    ) -> None:
-        if chat_template is None and not getattr(tokenizer, "chat_template", None):
+    target: "Target"
+    drafter: "Drafter"
+    tokenizer: "PreTrainedTokenizerBase"
+    system: str | None = None
+    chat_template: str | None = None
+    max_new_tokens: int = 512
+    seed: int | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.chat_template is None and not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 "chat_template: expected one, which the tokenizer does not have, got None; "
                 "pass --chat-template FILE with the model's Jinja template"
             )
-        self._target = target
-        self._drafter = drafter
-        self._tokenizer = tokenizer
-        self._first = [] if system is None else [{"role": "system", "content": system}]
-        self._chat_template = chat_template
-        self._max_new_tokens = max_new_tokens
-        self._seed = seed
-        self._generation = generation
-        self.messages = list(self._first)
+        self.reset()
 
     def reset(self) -> None:
         """Forget the conversation, all but the system message."""
-        self.messages = list(self._first)
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def answer(self, text: str, console: Console) -> None:
+    def answer(self, text: str, console: "Console") -> None:
         """Print the model's answer to `text`, and a line about how it came about; Ctrl-C ends the answer alone.
 
         What was written before an interruption stays in the conversation.
@@ -79,19 +108,22 @@ class Chat:
         Raises:
             ValueError: a bad setting, or a conversation that the chat template refuses.
         """
+        from specdec.commands.text import CompletionStream, describe_run
+        from specdec.generation.generate import SpecDecodeOutput, generate
+
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(messages)
-        room = self._target.max_positions - prompt.shape[1]
+        room = self.target.max_positions - prompt.shape[1]
         if room < 1:
-            context = self._target.max_positions
+            context = self.target.max_positions
             console.print(f"no room in the model's context of {context} tokens; /reset begins anew", style="dim")
             return
-        stream = CompletionStream(console, self._tokenizer)
+        stream = CompletionStream(console, self.tokenizer)
+        settings = {"max_new_tokens": min(self.max_new_tokens, room), "seed": self.seed, **self.generation}
         try:
             output = generate(
-                self._target, self._drafter, prompt, streamer=stream, max_new_tokens=min(self._max_new_tokens, room),
-                seed=self._seed, return_dict_in_generate=True, **self._generation,
-            )  # fmt: skip
+                self.target, self.drafter, prompt, streamer=stream, return_dict_in_generate=True, **settings
+            )
             assert isinstance(output, SpecDecodeOutput)
             assert output.stats is not None
             line = describe_run(len(stream.tokens), output.stats)
@@ -100,25 +132,28 @@ class Chat:
             line = "interrupted"
         if stream.tokens:
             self.messages = [*messages, {"role": "assistant", "content": stream.text}]
-        if self._seed is not None:
-            self._seed += 1
+        if self.seed is not None:
+            self.seed += 1
         console.print(line, style="dim")
 
-    def _prompt(self, messages: list[dict[str, str]]) -> torch.Tensor:
+    def _prompt(self, messages: list[dict[str, str]]) -> "torch.Tensor":
         """[1, T] int64 ids up to where the answer begins."""
+        import torch
+        from jinja2 import TemplateError
+
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._chat_template, tokenize=False, add_generation_prompt=True
+            text = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             raise ValueError(f"chat_template: expected one that writes this conversation, got {error}") from error
-        ids = self._tokenizer(text, add_special_tokens=False).input_ids  # templates write the special tokens
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids  # templates write the special tokens
         if not ids:
             raise ValueError("chat_template: expected one that writes at least one token, got an empty text")
-        return torch.tensor([ids], device=self._target.device)
+        return torch.tensor([ids], device=self.target.device)
 
 
-def run_chat(chat: Chat, console: Console, read: Callable[[], str]) -> None:
+def run_chat(chat: Chat, console: "Console", read: Callable[[], str]) -> None:
     """Answer line by line until `/exit` or the end of the input.
 
     Args:

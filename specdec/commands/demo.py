@@ -1,23 +1,37 @@
 """`specdec demo`: the bundled model completes Python, with every bundled drafter, in front of your eyes."""
 
+import argparse
 import json
+from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.text import Text
+from specdec.commands.options import check_positive, hide_progress_of_loading
 
-from specdec.bundled.load import TINY_FOLDER, load_tiny, load_tiny_drafters
-from specdec.commands.text import ACCEPTED_STYLE, CompletionStream
-from specdec.evaluation.comparison import compare, comparison_table
-from specdec.generation.generate import generate
-from specdec.models.target.target import Target
+if TYPE_CHECKING:
+    from rich.console import Console
 
-__all__ = ["run_demo"]
+    from specdec.commands.options import Commands
+
+__all__ = ["add_to", "run_demo"]
+
+
+def add_to(commands: "Commands") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("demo", help="the bundled model with every bundled drafter: text, then a table")
+    repeats = "timed repeats; medians are shown (default: %(default)s)"
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="new tokens per prompt (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help=repeats)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    hide_progress_of_loading()
+    check_positive(options, "max_new_tokens", "repeats")
+    return 0 if run_demo(max_new_tokens=options.max_new_tokens, repeats=options.repeats, as_json=options.json) else 1
 
 
 def run_demo(
-    *, max_new_tokens: int = 128, repeats: int = 3, as_json: bool = False, console: Console | None = None
+    *, max_new_tokens: int = 128, repeats: int = 3, as_json: bool = False, console: "Console | None" = None
 ) -> bool:
     """Show one completion, then compare all bundled drafters on the bundled prompts.
 
@@ -30,13 +44,24 @@ def run_demo(
     Returns:
         Whether every drafter gave the text of plain decoding.
     """
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.text import Text
+
+    from specdec.bundled.load import TINY_FOLDER, load_tiny, load_tiny_drafters
+    from specdec.commands.text import ACCEPTED_STYLE, CompletionStream
+    from specdec.evaluation.comparison import compare, comparison_table
+    from specdec.generation.generate import generate
+    from specdec.models.target.target import Target
+
     console = Console() if console is None else console
     model, tokenizer = load_tiny()
     target = Target(model)
     texts = json.loads((TINY_FOLDER / "prompts.json").read_text())
     prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
     drafters = load_tiny_drafters(target)
-    stops = (tokenizer.eos_token_id,)
+    stop = tokenizer.eos_token_id
 
     if not as_json:
         console.print(
@@ -44,9 +69,14 @@ def run_demo(
         )
         stream = CompletionStream(console, tokenizer, show_prompt=True)
         generate(
-            target, drafters["medusa"], prompts[1][None], streamer=stream, do_sample=False,
-            max_new_tokens=max_new_tokens, eos_token_id=list(stops),
-        )  # fmt: skip
+            target,
+            drafters["medusa"],
+            prompts[1][None],
+            streamer=stream,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=stop,
+        )
         console.print()
     with Progress(console=console, transient=True, disable=as_json) as progress:
         task = progress.add_task("comparing drafters", total=(len(drafters) + 1) * (repeats + 1))
@@ -55,7 +85,7 @@ def run_demo(
             drafters,
             prompts,
             max_new_tokens=max_new_tokens,
-            stop_tokens=stops,
+            stop_tokens=(stop,),
             repeats=repeats,
             on_progress=lambda _: progress.advance(task),
         )

@@ -8,7 +8,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from rich import box
@@ -20,6 +21,8 @@ from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 
 __all__ = ["ComparisonRow", "compare", "comparison_table"]
+
+_Run: TypeAlias = Callable[[torch.Tensor, int, Sequence[int]], tuple[list[int], AcceptanceStats | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,8 @@ def compare(
         repeats: timed repeats, after one that warms up.
         on_progress: called with the name of what just finished.
     """
-    decoders = {name: Decoder(target, drafter) for name, drafter in drafters.items()}
-    runs: dict[str, Callable[[torch.Tensor], tuple[list[int], AcceptanceStats | None]]] = {
-        "transformers": lambda prompt: (_transformers(target, prompt, max_new_tokens, stop_tokens), None)
-    }
-    for name, decoder in decoders.items():
-        runs[name] = lambda prompt, decoder=decoder: _ours(decoder, prompt, max_new_tokens, stop_tokens)  # type: ignore[misc]
-
+    runs: dict[str, _Run] = {"transformers": partial(_transformers, target)}
+    runs |= {name: partial(_ours, Decoder(target, drafter)) for name, drafter in drafters.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     texts: dict[str, list[list[int]]] = {}
     stats: dict[str, list[AcceptanceStats]] = {}
@@ -86,7 +84,7 @@ def compare(
         for name, run in runs.items():
             _wait(target)
             begin = time.perf_counter()
-            results = [run(prompt) for prompt in prompts]
+            results = [run(prompt, max_new_tokens, stop_tokens) for prompt in prompts]
             _wait(target)
             if repeat > 0:
                 seconds[name].append(time.perf_counter() - begin)
@@ -140,7 +138,9 @@ def _ours(
     return result.tokens[0], result.stats
 
 
-def _transformers(target: Target, prompt: torch.Tensor, max_new_tokens: int, stop_tokens: Sequence[int]) -> list[int]:
+def _transformers(
+    target: Target, prompt: torch.Tensor, max_new_tokens: int, stop_tokens: Sequence[int]
+) -> tuple[list[int], None]:
     prompt = prompt.to(target.device)[None]
     output = target.model.generate(
         prompt,
@@ -150,7 +150,7 @@ def _transformers(target: Target, prompt: torch.Tensor, max_new_tokens: int, sto
         eos_token_id=list(stop_tokens) or None,
         pad_token_id=0,
     )
-    return output[0, prompt.shape[1] :].tolist()
+    return output[0, prompt.shape[1] :].tolist(), None
 
 
 def _wait(target: Target) -> None:

@@ -127,7 +127,7 @@ class Decoder:
         self.check_prompts(prompts, max_new_tokens)
         device, num_rows = self.target.device, len(prompts)
         seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows)
-        seeds = self.target.agree(seeds.to(device))
+        seeds = self.target.broadcast_from_first(seeds.to(device))
         stops = torch.tensor(stop_tokens, dtype=torch.int32, device=device) if stop_tokens else None
         processing = Processing.none() if processing is None else processing
         timer = PhaseTimer(device)

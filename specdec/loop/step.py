@@ -97,7 +97,7 @@ class Generation:
         self.drafter.start(prompt, output)
         scores = self._scores(output)
         processed = self._process(scores, None)
-        root = self.target.agree(self.rule.first(processed, state.uniforms))
+        root = self.target.broadcast_from_first(self.rule.first(processed, state.uniforms))
         state.note_nan(scores.has_nan, is_prefill=True)
         counts = (state.budget > 0).int()
         state.emit(root, root[:, None], counts, self.stop_tokens)
@@ -113,7 +113,7 @@ class Generation:
         state.uniforms.next_step()
         with self.timer.phase("draft"):
             choose = self.rule.chooser(self.processing.law, state.uniforms)
-            tree = self.target.agree(self.drafter.draft(state.root, state.cache.lengths, choose))
+            tree = self.target.broadcast_from_first(self.drafter.draft(state.root, state.cache.lengths, choose))
         with self.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
             scores = self._scores(output)
@@ -121,7 +121,7 @@ class Generation:
         with self.timer.phase("verify"):
             processed = self._process(scores, tree)
             limits = Limits(state.budget, self.stop_tokens, self.target.backend)
-            verdict = self.target.agree(self.rule.verify(tree, processed, limits, state.uniforms))
+            verdict = self.target.broadcast_from_first(self.rule.verify(tree, processed, limits, state.uniforms))
             state.note_nan(has_nan)
         with self.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)

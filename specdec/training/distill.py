@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter
 from specdec.generation.generate import generate
@@ -66,9 +67,7 @@ def distill(
         ValueError: bad arguments, malformed data, or an `output` that belongs to other prompts or settings.
     """
     target = target if isinstance(target, Target) else Target(target)
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    check_at_least(1, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures: expected one or more of at least 0, got {list(temperatures)}")
     output = Path(output)
@@ -97,10 +96,8 @@ def distill(
         for temperature, batch in _batches(usable[present:], temperatures, batch_size):
             rows = [prompt for _, prompt in batch]
             limit = min(max_new_tokens, target.max_positions - max(map(len, rows)))
-            completions = continue_prompts(
-                target, rows, limit, drafter=proposer, temperature=temperature,
-                seeds=[seed + index for index, _ in batch],
-            )  # fmt: skip
+            seeds = [seed + index for index, _ in batch]
+            completions = continue_prompts(target, rows, limit, drafter=proposer, temperature=temperature, seeds=seeds)
             for (index, prompt), completion in zip(batch, completions, strict=True):
                 file.write(_line(index, prompt.tolist(), completion, tokenizer, settings(index)))
             file.flush()

@@ -19,17 +19,15 @@ from specdec.models.target.target import Target
 from specdec.training.corpus import TokenWindows
 from specdec.training.data import Sample, Texts
 from specdec.training.distill import continue_prompts
+from specdec.training.objectives.recipe import Run
 from specdec.training.train import TauProbe, train_drafter
-from specdec.training.trainer import Run
 from specdec.trees.shape import TreeShape
 
 __all__ = ["TINY_DRAFTERS", "TinyDrafter", "TinyTexts", "train_tiny_drafter", "write_texts"]
 
 # What the demo uses on a CPU, where every node costs: a wide first level and the likely nodes below it.
 _SHALLOW = ((0,), (1,), (2,), (3,), (4,), (5,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
-_DEEP = (
-    (0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0),
-)  # fmt: skip
+_DEEP = (*_SHALLOW[:4], *_SHALLOW[6:], (0, 0, 1), (0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +70,16 @@ class TinyDrafter:
     eagle: str | None = None
 
 
+_DRAFT_MODEL = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5}
+_EAGLE3 = {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
 TINY_DRAFTERS: dict[str, TinyDrafter] = {
-    "draft_model": TinyDrafter(
-        "draft_model", 1500, 3e-3, None,
-        {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5},
-    ),
+    "draft_model": TinyDrafter("draft_model", 1500, 3e-3, None, _DRAFT_MODEL),
     "medusa": TinyDrafter("medusa", 900, 2e-3, _SHALLOW, {"num_heads": 4}),
     "hydra": TinyDrafter("hydra", 600, 1e-3, _SHALLOW, {"num_heads": 3}),
     # dropout helps over the paper's ten epochs; in a tenth of one it only slows learning
     "hydra++": TinyDrafter("hydra++", 800, 1e-3, _SHALLOW, {"num_heads": 3, "shared_tail": True, "dropout": 0.0}),
     "eagle": TinyDrafter("eagle", 1200, 3e-3, _DEEP),
-    "eagle3": TinyDrafter(
-        "eagle3", 400, 3e-3, _DEEP, {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
-    ),
+    "eagle3": TinyDrafter("eagle3", 400, 3e-3, _DEEP, _EAGLE3),
     "amphista": TinyDrafter("amphista", 800, 1e-3, _SHALLOW, {"num_heads": 4, "head_rank": 64}),
     # masks at some groups only: more texts in the same time. Two masks: next to nothing was accepted beyond
     "parallelspec": TinyDrafter(
@@ -95,7 +90,7 @@ TINY_DRAFTERS: dict[str, TinyDrafter] = {
     ),
     # without dropout for the reason given above
     "falcon": TinyDrafter("falcon", 700, 3e-3, _SHALLOW, {"block_size": 2, "lstm_dropout": 0.0}),
-}  # fmt: skip
+}
 """The bundled drafters, by the name of their folder."""
 
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
 from specdec.common.files import check_replaceable, replace_file
-from specdec.drafters.kinds import objective_class, training_settings
 from specdec.drafting.base import Drafter
 from specdec.drafting.folder import TargetRecord
 from specdec.drafting.network import NetworkDrafter
@@ -26,9 +25,11 @@ from specdec.loop.decoder import Decoder
 from specdec.models.target.target import Target
 from specdec.training.curves import curves_svg, history_curves
 from specdec.training.data import Sample, Samples, Texts, collate
+from specdec.training.kinds import objective_class, training_settings
 from specdec.training.objectives.base import Objective, TrainingBatch
 from specdec.training.objectives.eagle import most_frequent_tokens
-from specdec.training.trainer import RecipeTrainer, Run, forget_checkpoints, last_checkpoint, run_training
+from specdec.training.objectives.recipe import Run
+from specdec.training.trainer import RecipeTrainer, forget_checkpoints, last_checkpoint, run_training
 from specdec.trees.dynamic import AnyTreeLike, as_tree
 
 __all__ = ["Labels", "TauProbe", "train_drafter"]

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from specdec.training.objectives.base import Recipe
+from specdec.training.objectives.recipe import Recipe, Run, learning_rate_factor
 
-__all__ = ["NonFiniteLossError", "RecipeTrainer", "Run", "forget_checkpoints", "last_checkpoint", "run_training"]
+__all__ = ["NonFiniteLossError", "RecipeTrainer", "forget_checkpoints", "last_checkpoint", "run_training"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,46 +36,6 @@ _COMPLETE = "complete"  # a file in every checkpoint that was written to its end
 
 class NonFiniteLossError(RuntimeError):
     """A loss or gradient is NaN or infinite, so that the run cannot go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """How one run departs from its recipe, and how it is watched. None leaves a recipe's value.
-
-    Attributes:
-        steps: optimiser steps; wins over `epochs`.
-        epochs: passes over the texts.
-        batch_size: texts per step, over all processes.
-        accumulate: parts in which a process's share of a batch goes through the model, to save memory.
-        learning_rate: peak of the schedule.
-        eval_every: steps between evaluations and checkpoints; a tenth of the run by default.
-        log_every: steps between entries of the loss curve.
-        seed: of the order of the texts, and of all noise.
-        mixed_precision: compute in bfloat16 with weights in float32; by default where the target is bfloat16.
-    """
-
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    accumulate: int = 1
-    learning_rate: float | None = None
-    eval_every: int | None = None
-    log_every: int = 10
-    seed: int = 0
-    mixed_precision: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "epochs", "batch_size", "accumulate", "eval_every", "log_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"learning_rate: expected more than 0, got {self.learning_rate}")
-
-    def applied_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with this run's values in place of its own."""
-        changes = {name: getattr(self, name) for name in ("epochs", "batch_size", "learning_rate")}
-        return replace(recipe, **{name: value for name, value in changes.items() if value is not None})
 
 
 class RecipeTrainer(Trainer):
@@ -275,22 +234,6 @@ def forget_checkpoints(work_dir: Path) -> None:
         shutil.rmtree(path)
 
 
-def learning_rate_factor(recipe: Recipe, num_steps: int, step: int) -> float:
-    """Learning rate after `step` of `num_steps` steps, as a part of the peak.
-
-    Raises:
-        ValueError: a schedule that is none of "cosine", "linear" and "constant".
-    """
-    warmup = round(recipe.warmup_ratio * num_steps)
-    if step < warmup:
-        return step / warmup
-    done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-    shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
-    if recipe.schedule not in shapes:
-        raise ValueError(f"schedule: expected one of {', '.join(shapes)}, got {recipe.schedule!r}")
-    return recipe.final_lr_ratio + (1 - recipe.final_lr_ratio) * shapes[recipe.schedule]
-
-
 def _what_is_kept(work_dir: Path) -> str:
     kept = last_checkpoint(work_dir)
     return "no checkpoint was written yet" if kept is None else f"the last good checkpoint is {kept}"
@@ -302,10 +245,7 @@ class _Guard(TrainerCallback):
     def __init__(self, clip_value: float | None) -> None:
         self.clip_value = clip_value
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        del args, control
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
@@ -318,8 +258,7 @@ class _Guard(TrainerCallback):
 
 
 class _MarkComplete(TrainerCallback):
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        del control, kwargs
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and args.output_dir is not None:
             Path(args.output_dir, f"checkpoint-{state.global_step}", _COMPLETE).touch()
 
@@ -332,10 +271,7 @@ class _ProgressBar(TrainerCallback):
         self._task = TaskID(0)
         self._shown: dict[str, float] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        del args, control, kwargs
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         console = Console(stderr=True)
         if state.is_world_process_zero and console.is_terminal:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -343,13 +279,11 @@ class _ProgressBar(TrainerCallback):
             self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step)
             self._bar.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        del args, control, kwargs
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        del args, control
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         self._shown |= {name: logs[name] for name in ("loss", "eval_loss", "eval_tau") if name in logs}
         names = {"loss": "loss", "eval_loss": "held out", "eval_tau": "tau"}

@@ -28,9 +28,9 @@ MODEL, TOKENIZER = specdec.load_tiny()
 TARGET = Target(MODEL)
 
 
-def make_chat(drafter=None, **settings):
-    settings = {"chat_template": TEMPLATE, "max_new_tokens": 12, "do_sample": False, **settings}
-    return Chat(TARGET, drafter or PromptLookup(), TOKENIZER, **settings)
+def make_chat(drafter=None, *, system=None, chat_template=TEMPLATE, max_new_tokens=12, seed=None, **sampling):
+    generation = {"do_sample": False, **sampling}
+    return Chat(TARGET, drafter or PromptLookup(), TOKENIZER, system, chat_template, max_new_tokens, seed, generation)
 
 
 def talk(chat, *lines, **console):
@@ -50,9 +50,8 @@ def talk(chat, *lines, **console):
 
 def expected_answer(messages, **settings):
     """What specdec.generate says after a conversation."""
-    text = TOKENIZER.apply_chat_template(
-        messages, chat_template=TEMPLATE, tokenize=False, add_generation_prompt=True
-    )  # fmt: skip
+    form = {"chat_template": TEMPLATE, "tokenize": False, "add_generation_prompt": True}
+    text = TOKENIZER.apply_chat_template(messages, **form)
     ids = TOKENIZER(text, return_tensors="pt", add_special_tokens=False).input_ids
     settings = {"do_sample": False, "max_new_tokens": 12, **settings}
     new = specdec.generate(MODEL, None, ids, **settings)[0, ids.shape[1] :]

@@ -29,11 +29,9 @@ def train(tmp_path, data, *arguments):
 
 
 def test_train_writes_a_folder_that_generate_takes(data, tmp_path, capsys):
-    settings = ["--set", "num_heads=2", "--set", "decay=1.0"]
-    status = train(
-        tmp_path, data, "--drafter", "medusa", *settings, "--tree", "2,1", "--steps", "2", "--batch-size", "4",
-        "--learning-rate", "0.001", "--eval-every", "1", "--held-out", "0.2", "--labels", "target",
-    )  # fmt: skip
+    options = "--set num_heads=2 --set decay=1.0 --tree 2,1 --steps 2 --batch-size 4 --learning-rate 0.001"
+    options += " --eval-every 1 --held-out 0.2 --labels target"
+    status = train(tmp_path, data, "--drafter", "medusa", *options.split())
     out = capsys.readouterr()
     assert status == 0, out.err
     report = json.loads(out.out)
@@ -90,7 +88,7 @@ def test_errors_are_one_line(arguments, message, data, tmp_path, capsys):
 
 
 def test_settings_are_json_or_text():
-    from specdec.commands.cli import _setting
+    from specdec.commands.train import _setting
 
     assert _setting("tap_layers=[0, 2, 4]") == ("tap_layers", (0, 2, 4))
     assert _setting("recurrent=false") == ("recurrent", False)
@@ -106,6 +104,12 @@ def test_train_tiny_leaves_finished_parts_alone(tmp_path, capsys):
     assert "only: expected some of target, draft_model, medusa, hydra, " in capsys.readouterr().err
     assert main(["train-tiny", "--output", str(tmp_path), "--only", "medusa"]) == 2
     assert "output: expected the target in" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"specdec {specdec.__version__}\n"
 
 
 def test_importing_the_package_and_asking_for_kinds_stays_quick():

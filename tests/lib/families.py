@@ -1,19 +1,9 @@
 """Small random models of every checked family, with weights large enough that greedy decoding is not one loop."""
 
+from functools import partial
+
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 96
 HIDDEN_SIZE = 64
@@ -21,16 +11,14 @@ HIDDEN_SIZE = 64
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
-    "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+_LLAMA_SIZES = {"intermediate_size": 96, "num_key_value_heads": 2, "initializer_range": 0.2}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -40,31 +28,21 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+
+def _new_model(model_type: str, **changes: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_SIZES, **changes))
+
+
+_llama = partial(_new_model, **_LLAMA_SIZES)
 FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
-    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=None)),
-    "mistral_window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=12)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES)),
-    "qwen2_window": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=12, max_window_layers=1)
-    ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16)),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=HIDDEN_SIZE,
-            word_embed_proj_dim=HIDDEN_SIZE,
-            ffn_dim=96,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            max_position_embeddings=256,
-            init_std=0.2,
-            bos_token_id=1,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    ),
+    "llama": partial(_llama, "llama"),
+    "llama3": partial(_llama, "llama", tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
+    "mistral": partial(_llama, "mistral", sliding_window=None),
+    "mistral_window": partial(_llama, "mistral", sliding_window=12),
+    "qwen2": partial(_llama, "qwen2"),
+    "qwen2_window": partial(_llama, "qwen2", use_sliding_window=True, sliding_window=12, max_window_layers=1),
+    "qwen3": partial(_llama, "qwen3", head_dim=16),
+    "opt": partial(_new_model, "opt", word_embed_proj_dim=HIDDEN_SIZE, ffn_dim=96, init_std=0.2),
 }
 
 

@@ -7,23 +7,11 @@ import torch
 
 from lib.amphista_cases import CONFIG, VARIANTS, drafted_logits, random_network
 from lib.families import build_model, random_prompts
+from lib.objectives import random_texts, read_by
 from specdec.loop.decoder import Decoder
 from specdec.models.target.target import Target
 from specdec.training.objectives.amphista import AmphistaObjective
-from specdec.training.objectives.base import TrainingBatch
 from specdec.trees.shape import TreeShape
-
-
-@torch.no_grad()
-def training_batch(model, generator, lengths=(14, 9), first_learnt=3):
-    prompts = random_prompts(generator, list(lengths))
-    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-    mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        mask[row, first_learnt : len(prompt)] = True
-    hidden = model.get_decoder()(tokens).last_hidden_state
-    return TrainingBatch(tokens, tokens, mask, hidden, model(tokens).logits)
 
 
 def objective_around(network, model, **weights):
@@ -34,7 +22,7 @@ def objective_around(network, model, **weights):
 @pytest.mark.parametrize("name", ["amphista", "alpha", "one adaptation layer", "no sampled token"])
 def test_training_sees_what_drafting_computes(name, generator):
     model, network = build_model("llama"), random_network(VARIANTS[name])
-    batch = training_batch(model, generator)
+    batch = read_by(model, *random_texts(generator))
     states = objective_around(network, model)._states(batch)
     for row, length in enumerate((14, 9)):
         for t in range(length - 1):
@@ -46,7 +34,7 @@ def test_training_sees_what_drafting_computes(name, generator):
 @torch.no_grad()
 def test_the_loss_is_the_papers(generator):
     model, network = build_model("llama"), random_network(CONFIG)
-    batch = training_batch(model, generator)
+    batch = read_by(model, *random_texts(generator))
     labels = batch.labels.roll(1, 1)  # what is read and what is learnt need not be the same
     batch = replace(batch, labels=labels)
     alignment, lm = [], []
@@ -73,42 +61,13 @@ def test_the_loss_is_the_papers(generator):
     assert all(value.ndim == 0 for value in result.values())
 
 
-@pytest.mark.parametrize("name", ["amphista", "alpha", "low rank", "no staged adaptation", "no auto-embedding"])
-def test_the_loss_falls_and_gradients_reach_the_network_alone(name, generator):
-    model = build_model("llama")
-    batch = training_batch(model, generator)
-    variant = VARIANTS[name]
-    settings = {
-        field: getattr(variant, field)
-        for field in ("num_heads", "adaptation_layers", "auto_embedding", "block_layers", "head_rank")
-    }
-    objective = AmphistaObjective.new(Target(model), **settings)
-    assert {n.removeprefix("network.") for n, _ in objective.named_parameters()} == set(objective.network.state_dict())
-    optimiser = torch.optim.AdamW(objective.parameters(), lr=1e-2, betas=objective.recipe.betas)
-    before = {n: p.detach().clone() for n, p in objective.named_parameters()}
-    losses = []
-    for _ in range(30):
-        loss = objective(batch)["loss"]
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.6 * losses[0]
-    for parameter_name, parameter in objective.named_parameters():
-        assert parameter.grad.abs().max() > 0, parameter_name
-        assert not torch.equal(parameter, before[parameter_name]), parameter_name
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_a_trained_drafter_is_accepted(generator):
     """Heads that have learnt what the target says of a text propose just that when it says it again."""
     model = build_model("llama")
     prompt = random_prompts(generator, [4])[0]
     said = Decoder(model).decode([prompt], 24).tokens[0]
     text = torch.cat((prompt, torch.tensor(said)))[None]
-    with torch.no_grad():
-        hidden = model.model(text).last_hidden_state
-        batch = TrainingBatch(text, text, torch.ones_like(text, dtype=torch.bool), hidden, model(text).logits)
+    batch = read_by(model, text)
     torch.manual_seed(0)
     objective = AmphistaObjective.new(Target(model), alignment_weight=0.0)
     optimiser = torch.optim.AdamW(objective.parameters(), lr=3e-3)
@@ -120,33 +79,3 @@ def test_a_trained_drafter_is_accepted(generator):
     result = Decoder(model, drafter).decode([prompt], 21)
     assert result.tokens[0] == said[:21]
     assert result.stats.num_emitted == [[5, 5, 5, 5]]
-
-
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_texts_too_short_for_the_heads_cost_nothing(length, generator):
-    model = build_model("llama")
-    objective = AmphistaObjective.new(Target(model))
-    result = objective(training_batch(model, generator, lengths=(length,), first_learnt=5))
-    assert float(result["loss"].detach()) == 0
-    result["loss"].backward()
-
-
-def test_the_target_may_be_in_another_dtype(generator):
-    model = build_model("llama").bfloat16()
-    objective = AmphistaObjective.new(Target(model))
-    assert objective.network.lm_head.dtype == torch.float32
-    loss = objective(training_batch(model, generator))["loss"]
-    loss.backward()
-    assert torch.isfinite(loss)
-
-
-def test_bad_settings_of_training():
-    target = Target(build_model("llama"))
-    with pytest.raises(TypeError, match="rank_of_heads"):
-        AmphistaObjective.new(target, rank_of_heads=3)
-    with pytest.raises(ValueError, match="alignment_weight: expected at least 0, got -1"):
-        AmphistaObjective.new(target, alignment_weight=-1.0)
-    with pytest.raises(ValueError, match="lm_weight: expected at least 0, got nan"):
-        AmphistaObjective.new(target, lm_weight=float("nan"))
-    with pytest.raises(ValueError, match="expected one above 0, got 0 and 0"):
-        AmphistaObjective.new(target, alignment_weight=0.0, lm_weight=0.0)

@@ -1,35 +1,23 @@
 """Falcon's training: its loss by the paper's equations, glances, noise, and what the settings do."""
 
-import math
-
 import pytest
 import torch
 
 from lib.drafter_checks import propose
 from lib.falcon_equations import Literal, make_network
 from lib.families import VOCAB_SIZE, build_model, random_prompts
+from lib.objectives import random_texts, read_by
 from specdec.drafters.falcon import Falcon
 from specdec.drafting.candidates import TopK
-from specdec.models.networks.falcon import FalconConfig, FalconNetwork
+from specdec.models.networks.falcon import FalconNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
-from specdec.training.objectives.base import TrainingBatch
 from specdec.training.objectives.falcon import FalconObjective, glance_at, relaxed_mask
 from specdec.trees.shape import TreeShape
 
 
 def make_batch(model, generator, lengths=(12, 9), progress=0.0):
-    """Texts of the target's own words, right-padded; the first two tokens are a question."""
-    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-    loss_mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        tokens[row, :length] = torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
-        loss_mask[row, 2:length] = True
-    with torch.no_grad():
-        output = model(tokens, output_hidden_states=True)
-    return TrainingBatch(
-        tokens, tokens, loss_mask, output.hidden_states[-1], output.logits, progress=progress
-    )  # fmt: skip
+    return read_by(model, *random_texts(generator, lengths, first_learnt=2), progress=progress)
 
 
 def record_inputs(network):
@@ -181,30 +169,6 @@ def test_runs_begin_anywhere_and_keep_to_their_places():
     assert not nothing.any()
 
 
-@pytest.mark.parametrize("recurrent", [True, False])
-def test_the_loss_falls_and_gradients_reach_the_network_alone(recurrent, generator):
-    model = build_model("llama")
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        objective = FalconObjective.new(Target(model), recurrent=recurrent).train()
-        optimizer = torch.optim.AdamW(objective.parameters(), lr=3e-3)
-        batch = make_batch(model, generator, lengths=(24, 17))
-        losses = []
-        for _ in range(40):
-            optimizer.zero_grad()
-            loss = objective(batch)["loss"]
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-    assert losses[-1] < 0.6 * losses[0]
-    assert {id(p) for p in objective.parameters()} == {id(p) for p in objective.network.parameters()}
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for name, parameter in objective.network.named_parameters():
-        # an LSTM that starts anew at every token never uses its recurrent weights
-        assert (parameter.grad.abs().sum() > 0) == (recurrent or "weight_hh" not in name), name
-    assert isinstance(objective.drafter(), Falcon)
-
-
 @torch.no_grad()
 def test_training_begins_with_tokens_as_loud_as_states(generator):
     model = build_model("llama")
@@ -220,45 +184,9 @@ def test_training_begins_with_tokens_as_loud_as_states(generator):
     assert said > 2 * before
 
 
-def test_a_batch_without_usable_place_costs_nothing(generator):
-    model = build_model("llama")
-    objective = FalconObjective(make_network(model), Target(model)).train()
-    for length in (2, 3, 5):
-        batch = make_batch(model, generator, lengths=(length,))
-        batch.loss_mask.zero_()
-        loss = objective(batch)["loss"]
-        loss.backward()
-        assert loss == 0
-
-
 def test_dropout_is_for_training_alone(generator):
     model = build_model("llama")
     objective = FalconObjective(make_network(model, lstm_dropout=0.5), Target(model), glance_ratio=0.0, noise=0.0)
     batch = make_batch(model, generator)
     assert objective.train()(batch)["loss"] != objective(batch)["loss"]
     assert objective.eval()(batch)["loss"] == objective(batch)["loss"]
-
-
-def test_bad_settings_are_refused_by_name():
-    model = build_model("llama")
-    network = make_network(model)
-    for changes, message in (
-        ({"block_size": 0}, "block_size: expected 1 to 32, got 0"),
-        ({"vocab_size": 0}, "vocab_size: expected at least 1, got 0"),
-        ({"lstm_dropout": 1.0}, "lstm_dropout: expected at least 0 and below 1, got 1.0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            FalconConfig.for_target(model.config, **changes)
-    with pytest.raises(TypeError, match="block"):
-        FalconConfig.for_target(model.config, block=2)
-    for settings, message in (
-        ({"glance_ratio": 1.5}, "glance_ratio: expected 0 to 1, got 1.5"),
-        ({"soft_weight": -1.0}, "soft_weight: expected 0 to 1, got -1.0"),
-        ({"noise": -0.1}, "noise: expected at least 0, got -0.1"),
-        ({"distillation_weight": math.nan}, "distillation_weight: expected at least 0, got nan"),
-        ({"glance": "random"}, "glance: expected 'run' or 'blocks', got 'random'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            FalconObjective(network, Target(model), **settings)
-    with pytest.raises(TypeError, match="glancing"):
-        FalconObjective.new(Target(model), glancing=1)

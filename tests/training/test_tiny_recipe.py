@@ -7,9 +7,9 @@ import torch
 
 import specdec
 from lib.families import build_model
-from specdec.drafters.kinds import objective_class, training_settings
 from specdec.models.target.target import Target
 from specdec.training.corpus import END_OF_TEXT, Corpus, TokenWindows, read_standard_library, train_tokenizer
+from specdec.training.kinds import objective_class, training_settings
 from specdec.training.tiny import train_tiny
 from specdec.training.tiny_drafters import TINY_DRAFTERS, TinyDrafter, TinyTexts
 from specdec.training.tiny_target import TinyTargetRecipe
@@ -18,10 +18,9 @@ pytest.importorskip("accelerate")
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
 CORPUS = Corpus(train=[TEXT, TEXT[1000:]], held_out=[TEXT[:3000]])
-TARGET = TinyTargetRecipe(
-    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1,
-    context=128, window=32, batch_size=4, num_steps=30, warmup_steps=2, learning_rate=1e-2,
-)  # fmt: skip
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+SCHEDULE = {"batch_size": 4, "num_steps": 30, "warmup_steps": 2, "learning_rate": 1e-2}
+TARGET = TinyTargetRecipe(vocab_size=300, context=128, window=32, **SIZES, **SCHEDULE)
 TEXTS = TinyTexts(num_texts=24, num_held_out=4, prompt_tokens=4, window=16, temperatures=(0.0, 0.6), batch_size=8)
 SHAPE = ((0,), (1,), (0, 0))
 DRAFTERS = {
@@ -104,8 +103,7 @@ def test_windows_join_documents_with_the_end_of_text_token():
     tokenizer = train_tokenizer([TEXT], 300, 128)
     assert tokenizer.eos_token == END_OF_TEXT
     windows = TokenWindows(["ab", "c"], tokenizer, 5)
-    assert windows[0]["input_ids"].tolist() == [
-        tokenizer.eos_token_id, *tokenizer("ab").input_ids, tokenizer.eos_token_id, *tokenizer("c").input_ids,
-    ]  # fmt: skip
+    end, first, second = tokenizer.eos_token_id, tokenizer("ab").input_ids, tokenizer("c").input_ids
+    assert windows[0]["input_ids"].tolist() == [end, *first, end, *second]
     with pytest.raises(ValueError, match="texts: expected at least 50 tokens, got 5"):
         TokenWindows(["ab", "c"], tokenizer, 50)

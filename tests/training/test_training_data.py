@@ -157,10 +157,9 @@ def writer(tokenizer):
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-            max_position_embeddings=64, initializer_range=0.3, eos_token_id=0, pad_token_id=0, bos_token_id=0,
-        )  # fmt: skip
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        limits = {"vocab_size": 300, "max_position_embeddings": 64, "initializer_range": 0.3}
+        config = LlamaConfig(**sizes, **limits, eos_token_id=0, pad_token_id=0, bos_token_id=0)
         return LlamaForCausalLM(config).eval()
 
 

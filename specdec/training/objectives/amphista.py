@@ -9,13 +9,13 @@ Source:     Amphista (arXiv:2406.13170) section 3.3, equations 7 to 9, and secti
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from specdec.drafters.amphista import Amphista
 from specdec.models.networks.amphista import AmphistaConfig, AmphistaNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
+from specdec.training.objectives.recipe import Recipe, check_weights
 
 __all__ = ["AmphistaObjective"]
 
@@ -41,29 +41,16 @@ class AmphistaObjective(Objective):
         self, network: AmphistaNetwork, target: Target, *, alignment_weight: float = 1.0, lm_weight: float = 1.0
     ) -> None:
         super().__init__(network, target)
-        for name, weight in (("alignment_weight", alignment_weight), ("lm_weight", lm_weight)):
-            if not weight >= 0:
-                raise ValueError(f"{name}: expected at least 0, got {weight}")
-        if alignment_weight == lm_weight == 0:
-            raise ValueError("alignment_weight, lm_weight: expected one above 0, got 0 and 0")
+        check_weights({"alignment_weight": alignment_weight, "lm_weight": lm_weight})
         self.alignment_weight = alignment_weight
         self.lm_weight = lm_weight
 
     @classmethod
-    def new(
-        cls, target: Target, *, alignment_weight: float = 1.0, lm_weight: float = 1.0, **settings: Any
-    ) -> "AmphistaObjective":
-        """A network at its initial values.
-
-        Args:
-            target: the frozen target.
-            alignment_weight: lambda1.
-            lm_weight: lambda2.
-            settings: fields of `AmphistaConfig`.
-        """
-        network = AmphistaNetwork(AmphistaConfig.for_target(target.model.config, **settings)).to(target.device)
+    def new_network(cls, target: Target, **settings: Any) -> AmphistaNetwork:
+        """A network that starts from the target's LM head; `settings` are fields of `AmphistaConfig`."""
+        network = AmphistaNetwork(AmphistaConfig.for_target(target.model.config, **settings))
         network.start_from(target.model.get_output_embeddings().weight.detach())
-        return cls(network, target, alignment_weight=alignment_weight, lm_weight=lm_weight)
+        return network
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, its two parts, and the share of places at which each head's first choice is the label."""
@@ -76,10 +63,9 @@ class AmphistaObjective(Objective):
             target_probs = batch.logits[:, ahead - 1 : -1][places].float().softmax(-1)
             chosen = states[:, : places.shape[1], head][places][:, None]
             logits = self.network.logits(chosen, slice(head, head + 1))[:, 0].float()
-            count = max(labels.shape[0], 1)  # a text without a usable place adds zero, not NaN
-            alignment.append(F.cross_entropy(logits, target_probs, reduction="sum") / count)
-            lm.append(F.cross_entropy(logits, labels, reduction="sum") / count)
-            report[f"accuracy_{head + 1}"] = (logits.detach().argmax(-1) == labels).sum() / count
+            alignment.append(mean_cross_entropy(logits, target_probs))
+            lm.append(mean_cross_entropy(logits, labels))
+            report[f"accuracy_{head + 1}"] = (logits.detach().argmax(-1) == labels).sum() / max(len(labels), 1)
         parts = {"alignment": torch.stack(alignment).mean(), "lm": torch.stack(lm).mean()}
         loss = self.alignment_weight * parts["alignment"] + self.lm_weight * parts["lm"]
         return {"loss": loss, **{name: part.detach() for name, part in parts.items()}, **report}

@@ -16,13 +16,14 @@ from torch import nn
 from specdec.drafting.network import NetworkDrafter
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.target.target import Target
+from specdec.training.objectives.recipe import Recipe
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Objective", "Recipe", "TrainingBatch", "refuse_unread"]
+__all__ = ["Objective", "TrainingBatch", "mean_cross_entropy", "refuse_unread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +50,6 @@ class TrainingBatch:
     progress: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How the paper trains: what the optimiser gets. Epochs and batch are defaults that a run may replace.
-
-    Attributes:
-        clip_value: element-wise limit of gradients (EAGLE, Falcon); None to clip the norm to `clip_norm` instead.
-        final_lr_ratio: learning rate at the end, as a part of the peak.
-    """
-
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    schedule: str = "cosine"
-    final_lr_ratio: float = 0.0
-    warmup_ratio: float = 0.1
-    epochs: int = 1
-    batch_size: int = 32
-    clip_norm: float = 1.0
-    clip_value: float | None = None
-
-
 class Objective(nn.Module, ABC):
     """Loss of one kind of drafter. Its only parameters are those of the network in training.
 
@@ -91,17 +71,24 @@ class Objective(nn.Module, ABC):
         self._shared = (target.model.get_input_embeddings(), target.model.get_output_embeddings())
 
     @classmethod
-    @abstractmethod
     def new(cls, target: Target, **settings: Any) -> "Self":
         """A freshly initialised network for `target`, ready to train.
 
         Args:
             target: the frozen target.
-            settings: fields of the network's configuration, and switches of the loss.
+            settings: keywords of this class, which are switches of the loss, and of its `new_network`.
 
         Raises:
             TypeError: a setting that this kind does not have.
+            ValueError: a value out of its range, or a network that does not fit the target.
         """
+        switches = {name: settings.pop(name) for name in inspect.signature(cls).parameters if name in settings}
+        return cls(cls.new_network(target, **settings).to(target.device), target, **switches)
+
+    @classmethod
+    @abstractmethod
+    def new_network(cls, target: Target, **settings: Any) -> Any:
+        """The network at its initial values; `settings` are fields of its configuration."""
 
     @abstractmethod
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
@@ -146,3 +133,8 @@ def refuse_unread(objective: Objective, names: Sequence[str], variant: str) -> N
             raise ValueError(
                 f"{name}: expected nothing but {default!r} with {variant}, which does not read it, got {given!r}"
             )
+
+
+def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of [n, V] logits with [n] tokens or [n, V] distributions; zero, not NaN, where n is 0."""
+    return nn.functional.cross_entropy(logits, labels, reduction="sum") / max(logits.shape[0], 1)

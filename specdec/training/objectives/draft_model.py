@@ -6,23 +6,18 @@ Source:     a = 1, b = 0 is a language model's training on (self-distilled) text
             (arXiv:2310.08461), with the forward divergence on given text
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec.drafters.draft_model import DraftModel
 from specdec.models.target.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
+from specdec.training.objectives.recipe import Recipe, check_weights
 from specdec.trees.shape import TreeShape
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = ["DraftModelObjective"]
-
-_SWITCHES = ("lm_weight", "teacher_weight")
 
 
 class DraftModelObjective(Objective):
@@ -48,30 +43,16 @@ class DraftModelObjective(Objective):
         self, network: PreTrainedModel, target: Target, *, lm_weight: float = 1.0, teacher_weight: float = 0.0
     ) -> None:
         super().__init__(network, target)
-        for name, value in zip(_SWITCHES, (lm_weight, teacher_weight), strict=True):
-            if not value >= 0:
-                raise ValueError(f"{name}: expected at least 0, got {value}")
-        if lm_weight == teacher_weight == 0:
-            raise ValueError("lm_weight, teacher_weight: expected one above 0, got 0 and 0")
+        check_weights({"lm_weight": lm_weight, "teacher_weight": teacher_weight})
         self.lm_weight = lm_weight
         self.teacher_weight = teacher_weight
 
     @classmethod
-    def new(
-        cls,
-        target: Target,
-        *,
-        lm_weight: float = 1.0,
-        teacher_weight: float = 0.0,
-        model: str | None = None,
-        **settings: Any,
-    ) -> "Self":
+    def new_network(cls, target: Target, *, model: str | None = None, **settings: Any) -> PreTrainedModel:
         """A new small LLaMA of the target's vocabulary, or a trained model to go on with.
 
         Args:
             target: the frozen target.
-            lm_weight: as for the class.
-            teacher_weight: as for the class.
             model: folder or hub id of a causal LM to start from.
             settings: without `model`, fields of `LlamaConfig`; by default a quarter of the target's width and two
                 layers.
@@ -82,22 +63,18 @@ class DraftModelObjective(Objective):
         if model is not None:
             if settings:
                 raise TypeError(f"{next(iter(settings))}: expected no sizes beside model, which has its own")
-            network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        else:
-            network = LlamaForCausalLM(_config(target, settings))
-        return cls(network.to(target.device), target, lm_weight=lm_weight, teacher_weight=teacher_weight)
+            return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return LlamaForCausalLM(_config(target, settings))
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, and those of its parts `"lm"` and `"teacher"` that count."""
         learnt = batch.loss_mask[:, 1:]
         logits = self.network(input_ids=batch.tokens, use_cache=False).logits[:, :-1][learnt].float()
-        count = max(logits.shape[0], 1)  # a batch without a learnable token adds zero, not NaN
         parts = {}
         if self.lm_weight:
-            parts["lm"] = F.cross_entropy(logits, batch.labels[:, 1:][learnt], reduction="sum") / count
+            parts["lm"] = mean_cross_entropy(logits, batch.labels[:, 1:][learnt])
         if self.teacher_weight:
-            law = batch.logits[:, :-1][learnt].float().softmax(-1)
-            parts["teacher"] = F.cross_entropy(logits, law, reduction="sum") / count
+            parts["teacher"] = mean_cross_entropy(logits, batch.logits[:, :-1][learnt].float().softmax(-1))
         weights = {"lm": self.lm_weight, "teacher": self.teacher_weight}
         loss = sum((weights[name] * part for name, part in parts.items()), start=logits.new_zeros(()))
         return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}

@@ -10,45 +10,43 @@ Choices beyond the papers: docs/drafters/eagle.md.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.eagle import Eagle
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch, refuse_unread
+from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
+from specdec.training.objectives.recipe import Recipe, check_decay
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["EagleObjective", "most_frequent_tokens"]
+__all__ = ["EAGLE_RECIPES", "EagleObjective", "most_frequent_tokens"]
 
 # rates, betas and clipping as in the papers and the authors' scripts; warm-up 2000 and 12000 of 800000 steps
-_RECIPES = {
-    1: Recipe(
-        learning_rate=3e-5,
-        betas=(0.9, 0.95),
-        weight_decay=0.01,
-        schedule="linear",
-        warmup_ratio=0.0025,
-        epochs=20,
-        batch_size=16,
-        clip_value=0.5,
-    ),
-    3: Recipe(
-        learning_rate=5e-5,
-        betas=(0.9, 0.95),
-        schedule="linear",
-        warmup_ratio=0.015,
-        epochs=40,
-        batch_size=16,
-        clip_norm=0.5,
-    ),
-}
-
+_FIRST = Recipe(
+    learning_rate=3e-5,
+    betas=(0.9, 0.95),
+    weight_decay=0.01,
+    schedule="linear",
+    warmup_ratio=0.0025,
+    epochs=20,
+    batch_size=16,
+    clip_value=0.5,
+)
+_THIRD = Recipe(
+    learning_rate=5e-5,
+    betas=(0.9, 0.95),
+    schedule="linear",
+    warmup_ratio=0.015,
+    epochs=40,
+    batch_size=16,
+    clip_norm=0.5,
+)
+EAGLE_RECIPES = {1: _FIRST, 3: _THIRD}
+"""How each version is trained."""
 _UNREAD = {1: ("num_unrolled", "decay"), 3: ("noise", "classification_weight")}
 
 
@@ -68,7 +66,7 @@ class EagleObjective(Objective):
     """
 
     drafter_class = Eagle
-    recipe = _RECIPES[1]
+    recipe = EAGLE_RECIPES[1]
     network: EagleNetwork
 
     def __init__(
@@ -82,14 +80,10 @@ class EagleObjective(Objective):
         decay: float = 0.8,
     ) -> None:
         super().__init__(network, target)
-        for name, value in (("noise", noise), ("classification_weight", classification_weight)):
-            if value < 0:
-                raise ValueError(f"{name}: expected at least 0, got {value}")
-        if num_unrolled < 1:
-            raise ValueError(f"num_unrolled: expected at least 1, got {num_unrolled}")
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay: expected more than 0 and at most 1, got {decay}")
-        self.recipe = _RECIPES[network.config.version]
+        check_at_least(0, {"noise": noise, "classification_weight": classification_weight})
+        check_at_least(1, {"num_unrolled": num_unrolled})
+        check_decay(decay)
+        self.recipe = EAGLE_RECIPES[network.config.version]
         self.noise = noise
         self.classification_weight = classification_weight
         self.num_unrolled = num_unrolled
@@ -97,26 +91,18 @@ class EagleObjective(Objective):
         refuse_unread(self, _UNREAD[network.config.version], f"version {network.config.version}")
 
     @classmethod
-    def new(
+    def new_network(
         cls,
         target: Target,
         *,
-        noise: float = 0.1,
-        classification_weight: float = 0.1,
-        num_unrolled: int = 7,
-        decay: float = 0.8,
         draft_tokens: Sequence[int] | torch.Tensor | None = None,
         start_from_target: bool = True,
         **settings: Any,
-    ) -> "Self":
+    ) -> EagleNetwork:
         """A network whose layer is sized like the target's.
 
         Args:
             target: the frozen target.
-            noise: as for the class.
-            classification_weight: as for the class.
-            num_unrolled: as for the class.
-            decay: as for the class.
             draft_tokens: version 3: the target's ids of the tokens that it may propose, in any order; needed when
                 `draft_vocab_size` is less than the target's vocabulary. `most_frequent_tokens` makes them.
             start_from_target: version 3: begin with the target's LM head, and embedding if the network has its own.
@@ -140,14 +126,7 @@ class EagleObjective(Objective):
         if network.config.version == 3 and start_from_target:
             model = target.model
             network.start_from(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
-        return cls(
-            network.to(target.device),
-            target,
-            noise=noise,
-            classification_weight=classification_weight,
-            num_unrolled=num_unrolled,
-            decay=decay,
-        )
+        return network
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -200,7 +179,7 @@ class EagleObjective(Objective):
                 learnt = learnt & network.t2d[logits.argmax(-1)]
             law = logits[learnt][:, target_ids].float().softmax(-1)
             guess = network.logits(states[learnt], self.lm_head).float()
-            cross_entropy = F.cross_entropy(guess, law, reduction="sum") / learnt.sum().clamp(min=1)
+            cross_entropy = mean_cross_entropy(guess, law)
             parts[f"depth_{step + 1}"] = cross_entropy
             loss = loss + self.decay**step * cross_entropy
         return {"loss": loss, **parts}

@@ -9,16 +9,19 @@ Equation:   pass 1, no gradient: guesses g_t of h_{t+k}; d: at how many places L
 Source:     Falcon (arXiv:2412.12639) section 3.2, equations 1 to 8, and section 4.3
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.falcon import Falcon
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
+from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
+from specdec.training.objectives.eagle import EAGLE_RECIPES
 
 __all__ = ["FalconObjective", "glance_at", "relaxed_mask"]
 
@@ -41,17 +44,8 @@ class FalconObjective(Objective):
     """
 
     drafter_class: ClassVar[type[Falcon]] = Falcon
-    # learning rate and betas: section 4.3; the rest: EAGLE's, whose settings it follows
-    recipe = Recipe(
-        learning_rate=3e-5,
-        betas=(0.9, 0.95),
-        weight_decay=0.01,
-        schedule="linear",
-        warmup_ratio=0.0025,
-        epochs=20,
-        batch_size=4,
-        clip_value=0.5,
-    )
+    # learning rate and betas, EAGLE's too: section 4.3; the rest: EAGLE's, whose settings it follows
+    recipe = replace(EAGLE_RECIPES[1], batch_size=4)
     network: FalconNetwork
 
     def __init__(
@@ -69,9 +63,7 @@ class FalconObjective(Objective):
         for name, value in (("glance_ratio", glance_ratio), ("soft_weight", soft_weight)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}: expected 0 to 1, got {value}")
-        for name, value in (("noise", noise), ("distillation_weight", distillation_weight)):
-            if not value >= 0:
-                raise ValueError(f"{name}: expected at least 0, got {value}")
+        check_at_least(0, {"noise": noise, "distillation_weight": distillation_weight})
         if glance not in ("run", "blocks"):
             raise ValueError(f"glance: expected 'run' or 'blocks', got {glance!r}")
         self.glance_ratio = glance_ratio
@@ -81,40 +73,12 @@ class FalconObjective(Objective):
         self.soft_weight = soft_weight
 
     @classmethod
-    def new(
-        cls,
-        target: Target,
-        *,
-        glance_ratio: float = 0.4,
-        glance: Literal["run", "blocks"] = "run",
-        noise: float = 0.1,
-        distillation_weight: float = 0.1,
-        soft_weight: float = 0.9,
-        **settings: Any,
-    ) -> "FalconObjective":
-        """A network at its initial values.
-
-        Args:
-            target: the frozen target.
-            glance_ratio: as in the class.
-            glance: as in the class.
-            noise: as in the class.
-            distillation_weight: as in the class.
-            soft_weight: as in the class.
-            settings: fields of `FalconConfig`.
-        """
+    def new_network(cls, target: Target, **settings: Any) -> FalconNetwork:
+        """A network that hears the target's embeddings; `settings` are fields of `FalconConfig`."""
         network = FalconNetwork(FalconConfig.for_target(target.model.config, **settings))
         network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
         network.start_from(target.model.get_input_embeddings().weight.detach())
-        return cls(
-            network.to(target.device),
-            target,
-            glance_ratio=glance_ratio,
-            glance=glance,
-            noise=noise,
-            distillation_weight=distillation_weight,
-            soft_weight=soft_weight,
-        )
+        return network
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss; its parts; the share of places where the first choice is the target's, and that was glanced at."""
@@ -146,7 +110,7 @@ class FalconObjective(Objective):
         regression = F.smooth_l1_loss(guesses.float(), answers[places].float(), reduction="sum")
         regression = regression / (count * guesses.shape[-1])
         soft = F.kl_div(logits.log_softmax(-1), goal_logits.softmax(-1), reduction="sum") / count
-        hard = F.cross_entropy(logits, said[places], reduction="sum") / count
+        hard = mean_cross_entropy(logits, said[places])
         loss = regression + self.distillation_weight * (self.soft_weight * soft + (1 - self.soft_weight) * hard)
         parts = {"regression": regression.detach(), "soft": soft.detach(), "hard": hard.detach()}
         right = (logits.detach().argmax(-1) == said[places]).sum() / count
@@ -157,9 +121,8 @@ class FalconObjective(Objective):
         dtype = next(self.network.parameters()).dtype
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         mask = relaxed_mask(tokens.shape[1], self.network.config.block_size, tokens.device)
-        guesses = self.network(
-            features.to(dtype), self.embed(tokens).to(dtype), positions, MaskedAttention(mask)
-        )  # fmt: skip
+        features, embedded = features.to(dtype), self.embed(tokens).to(dtype)
+        guesses = self.network(features, embedded, positions, MaskedAttention(mask))
         return guesses[:, : places.shape[1]][places]
 
 

@@ -5,24 +5,21 @@ Equation:   loss = sum over heads i of  mean over t of  a CE(head_i(t), label_{t
 Source:     Hydra (arXiv:2402.05109) sections 3.1, 5 and A.1: a = 1, b = 0 for Hydra, a = 0, b = 1 for Hydra++
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.hydra import Hydra
 from specdec.drafting.network import NetworkDrafter
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
+from specdec.training.objectives.recipe import Recipe
 
 __all__ = ["HydraObjective", "HydraPlusPlusObjective"]
-
-_SWITCHES = ("lm_weight", "teacher_weight", "noise_alpha")
 
 
 class HydraObjective(Objective):
@@ -31,8 +28,8 @@ class HydraObjective(Objective):
     Args:
         network: what is trained.
         target: the frozen target.
-        lm_weight: weight of the cross-entropy with the labels.
-        teacher_weight: weight of the cross-entropy with the target's distribution at temperature 1.
+        lm_weight: weight of the cross-entropy with the labels; by default 1 for Hydra and 0 for Hydra++.
+        teacher_weight: weight of the cross-entropy with the target's distribution at temperature 1; by default 0 and 1.
         noise_alpha: strength of uniform noise on the target's states, alpha / sqrt(T C) at most; the paper tried 75.
 
     Raises:
@@ -41,6 +38,8 @@ class HydraObjective(Objective):
 
     drafter_class: ClassVar[type[NetworkDrafter]] = Hydra
     recipe: Recipe = Recipe(learning_rate=1e-3, weight_decay=0.1, final_lr_ratio=0.33, warmup_ratio=0.05)
+    new_config: ClassVar[Callable[..., HydraConfig]] = HydraConfig.for_target
+    default_weights: ClassVar[tuple[float, float]] = (1.0, 0.0)
     network: HydraNetwork
 
     def __init__(
@@ -48,32 +47,27 @@ class HydraObjective(Objective):
         network: HydraNetwork,
         target: Target,
         *,
-        lm_weight: float = 1.0,
-        teacher_weight: float = 0.0,
+        lm_weight: float | None = None,
+        teacher_weight: float | None = None,
         noise_alpha: float = 0.0,
     ) -> None:
         super().__init__(network, target)
-        for name, value in zip(_SWITCHES, (lm_weight, teacher_weight, noise_alpha), strict=True):
-            if value < 0:
-                raise ValueError(f"{name}: expected at least 0, got {value}")
-        if lm_weight == teacher_weight == 0:
-            raise ValueError("teacher_weight: expected more than 0 when lm_weight is 0, got 0")
-        self.lm_weight = lm_weight
-        self.teacher_weight = teacher_weight
+        given = (lm_weight, teacher_weight)
+        weights = (default if one is None else one for one, default in zip(given, self.default_weights, strict=True))
+        self.lm_weight, self.teacher_weight = weights
         self.noise_alpha = noise_alpha
+        names = ("lm_weight", "teacher_weight", "noise_alpha")
+        check_at_least(0, {name: getattr(self, name) for name in names})
+        if self.lm_weight == self.teacher_weight == 0:
+            raise ValueError("teacher_weight: expected more than 0 when lm_weight is 0, got 0")
 
     @classmethod
-    def new(cls, target: Target, **settings: Any) -> "Self":
-        """As `Objective`; `settings` are those of `HydraConfig.for_target` and the keywords of this class."""
-        switches = {name: settings.pop(name) for name in _SWITCHES if name in settings}
-        network = HydraNetwork(cls._config(target, settings)).to(target.device)
+    def new_network(cls, target: Target, **settings: Any) -> HydraNetwork:
+        """Heads that begin with the target's LM head; `settings` are those of its `new_config`."""
+        network = HydraNetwork(cls.new_config(target.model.config, **settings))
         head = target.model.get_output_embeddings()
         network.start_from(head.weight, head.bias)
-        return cls(network, target, **switches)
-
-    @classmethod
-    def _config(cls, target: Target, settings: dict[str, Any]) -> HydraConfig:
-        return HydraConfig.for_target(target.model.config, **settings)
+        return network
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, and its two parts (each summed over the heads, without its weight) where they count."""
@@ -86,14 +80,11 @@ class HydraObjective(Objective):
             keep = batch.loss_mask[:, place:]
             seen = [states[:, :count], *(embeddings[:, first : first + count] for first in range(1, place))]
             logits = self.network(head, [part[keep] for part in seen]).float()
-            num_places = max(logits.shape[0], 1)
             if self.lm_weight:
-                lm = F.cross_entropy(logits, batch.labels[:, place:][keep], reduction="sum")
-                parts["lm"] = parts["lm"] + lm / num_places
+                parts["lm"] = parts["lm"] + mean_cross_entropy(logits, batch.labels[:, place:][keep])
             if self.teacher_weight:
                 target_probs = batch.logits[:, place - 1 : place - 1 + count][keep].float().softmax(-1)
-                teacher = F.cross_entropy(logits, target_probs, reduction="sum")
-                parts["teacher"] = parts["teacher"] + teacher / num_places
+                parts["teacher"] = parts["teacher"] + mean_cross_entropy(logits, target_probs)
         weights = {"lm": self.lm_weight, "teacher": self.teacher_weight}
         loss = sum((weight * parts[name] for name, weight in weights.items()), start=zero)
         return {"loss": loss, **{name: parts[name].detach() for name, weight in weights.items() if weight}}
@@ -111,29 +102,8 @@ class HydraObjective(Objective):
 
 
 class HydraPlusPlusObjective(HydraObjective):
-    """Loss of Hydra++ heads: distillation from the target.
-
-    Args:
-        network: what is trained.
-        target: the frozen target.
-        lm_weight: as for `HydraObjective`.
-        teacher_weight: the same.
-        noise_alpha: the same.
-    """
+    """Loss of Hydra++ heads: distillation from the target."""
 
     recipe: Recipe = Recipe(learning_rate=1e-3, weight_decay=0.1, final_lr_ratio=0.33, warmup_ratio=0.005, epochs=10)
-
-    def __init__(
-        self,
-        network: HydraNetwork,
-        target: Target,
-        *,
-        lm_weight: float = 0.0,
-        teacher_weight: float = 1.0,
-        noise_alpha: float = 0.0,
-    ) -> None:
-        super().__init__(network, target, lm_weight=lm_weight, teacher_weight=teacher_weight, noise_alpha=noise_alpha)
-
-    @classmethod
-    def _config(cls, target: Target, settings: dict[str, Any]) -> HydraConfig:
-        return HydraConfig.plus_plus(target.model.config, **settings)
+    new_config: ClassVar[Callable[..., HydraConfig]] = HydraConfig.plus_plus
+    default_weights: ClassVar[tuple[float, float]] = (0.0, 1.0)

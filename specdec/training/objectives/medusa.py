@@ -4,19 +4,16 @@ Equation:   loss = sum over heads k = 1 .. K of  decay^k mean over t of CE(head_
 Source:     Medusa (arXiv:2401.10774) section 2.2.1, with lambda_k = 0.8^k; the authors' training code
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from specdec.drafters.medusa import Medusa
 from specdec.drafting.network import NetworkDrafter
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 from specdec.models.target.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
+from specdec.training.objectives.recipe import Recipe, check_decay
 
 __all__ = ["MedusaObjective"]
 
@@ -40,23 +37,16 @@ class MedusaObjective(Objective):
 
     def __init__(self, network: MedusaHeads, target: Target, *, decay: float = 0.8) -> None:
         super().__init__(network, target)
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay: expected more than 0 and at most 1, got {decay}")
+        check_decay(decay)
         self.decay = decay
 
     @classmethod
-    def new(cls, target: Target, *, decay: float = 0.8, **settings: Any) -> "Self":
-        """Heads that repeat the target's own guess to begin with.
-
-        Args:
-            target: the frozen target.
-            decay: head k weighs decay ** k.
-            settings: fields of `MedusaConfig`.
-        """
-        network = MedusaHeads(MedusaConfig.for_target(target.model.config, **settings)).to(target.device)
+    def new_network(cls, target: Target, **settings: Any) -> MedusaHeads:
+        """Heads that repeat the target's own guess to begin with; `settings` are fields of `MedusaConfig`."""
+        network = MedusaHeads(MedusaConfig.for_target(target.model.config, **settings))
         if network.config.vocab_size is not None:
             network.start_from(target.model.get_output_embeddings().weight)
-        return cls(network, target, decay=decay)
+        return network
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, and each head's cross-entropy as `"head_1"`, ..."""
@@ -69,8 +59,7 @@ class MedusaObjective(Objective):
             place = head + 2  # the state at t has told t + 1 to the target; the first head guesses t + 2
             learnt = batch.loss_mask[:, place:]
             guess = logits[:, : learnt.shape[1], head][learnt].float()
-            cross_entropy = F.cross_entropy(guess, batch.labels[:, place:][learnt], reduction="sum")
-            cross_entropy = cross_entropy / max(guess.shape[0], 1)  # a batch without such a place adds zero, not NaN
+            cross_entropy = mean_cross_entropy(guess, batch.labels[:, place:][learnt])
             parts[f"head_{head + 1}"] = cross_entropy.detach()
             loss = loss + self.decay ** (head + 1) * cross_entropy
         return {"loss": loss, **parts}

@@ -10,21 +10,20 @@ Choices beyond the paper: docs/drafters/parallelspec.md.
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from specdec.common.checks import check_at_least
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.load import load_drafter
 from specdec.drafters.parallelspec import ParallelSpec
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
 from specdec.models.target.target import Target
-from specdec.training.objectives.base import Objective, Recipe, TrainingBatch, refuse_unread
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
+from specdec.training.objectives.recipe import Recipe, check_decay
 
 __all__ = ["ParallelSpecObjective"]
 
@@ -73,14 +72,9 @@ class ParallelSpecObjective(Objective):
         super().__init__(network, target)
         if decay is None:
             decay = _DECAYS[network.config.variant]
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay: expected more than 0 and at most 1, got {decay}")
-        if classification_weight < 0:
-            raise ValueError(f"classification_weight: expected at least 0, got {classification_weight}")
-        if noise < 0:
-            raise ValueError(f"noise: expected at least 0, got {noise}")
-        if num_groups is not None and num_groups < 1:
-            raise ValueError(f"num_groups: expected at least 1, got {num_groups}")
+        check_decay(decay)
+        check_at_least(0, {"classification_weight": classification_weight, "noise": noise})
+        check_at_least(1, {"num_groups": num_groups})
         self.recipe = _RECIPES[network.config.variant]
         self.decay = decay
         self.classification_weight = classification_weight
@@ -91,27 +85,13 @@ class ParallelSpecObjective(Objective):
             refuse_unread(self, ("classification_weight", "soft_labels", "noise"), "the medusa variant")
 
     @classmethod
-    def new(
-        cls,
-        target: Target,
-        *,
-        decay: float | None = None,
-        classification_weight: float = 0.1,
-        soft_labels: bool = False,
-        noise: float = 0.1,
-        num_groups: int | None = None,
-        eagle: str | os.PathLike[str] | None = None,
-        **settings: Any,
-    ) -> "Self":
+    def new_network(
+        cls, target: Target, *, eagle: str | os.PathLike[str] | None = None, **settings: Any
+    ) -> ParallelSpecNetwork:
         """A network whose layer is sized like the target's.
 
         Args:
             target: the frozen target.
-            decay: as for the class.
-            classification_weight: as for the class.
-            soft_labels: as for the class.
-            noise: as for the class.
-            num_groups: as for the class.
             eagle: eagle variant: a trained drafter of EAGLE-1, as `load_drafter` finds it, with whose weights training
                 begins; PyTorch's initial values without it.
             settings: as `ParallelSpecConfig.for_target` takes them.
@@ -129,15 +109,7 @@ class ParallelSpecObjective(Objective):
             if not isinstance(trained, Eagle):
                 raise ValueError(f"eagle: expected a drafter of EAGLE-1, got one of kind {trained.kind}")
             network.start_from_eagle(trained.network)
-        return cls(
-            network.to(target.device),
-            target,
-            decay=decay,
-            classification_weight=classification_weight,
-            soft_labels=soft_labels,
-            noise=noise,
-            num_groups=num_groups,
-        )
+        return network
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, and its parts: `"depth_1"` ... (medusa), or `"regression"` and `"classification"` (eagle)."""
@@ -181,9 +153,7 @@ class ParallelSpecObjective(Objective):
         loss = states[0][1].new_zeros(())
         for member, (groups, guesses) in enumerate(states):
             guess, learnt, places = _with_labels(batch, groups + member + 1, guesses)  # group 0 is token 0
-            cross_entropy = F.cross_entropy(
-                self.lm_head(guess).float(), batch.labels[:, places][learnt], reduction="sum"
-            ) / learnt.sum().clamp(min=1)
+            cross_entropy = mean_cross_entropy(self.lm_head(guess).float(), batch.labels[:, places][learnt])
             parts[f"depth_{member + 1}"] = cross_entropy
             loss = loss + self.decay**member * cross_entropy
         return {"loss": loss, **parts}

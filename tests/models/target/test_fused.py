@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lib.families import VOCAB_SIZE, build_model, pad, random_prompts
+from lib.families import VOCAB_SIZE, build_model, random_prompts
+from lib.scoring import assert_near, random_tree, score
 from lib.scripted_drafters import oracle
 from lib.tolerances import FLOOR
 from specdec.loop.decoder import Decoder
@@ -18,22 +19,6 @@ from specdec.models.target.target import Target
 from specdec.trees.shape import TreeShape
 
 LLAMA_SHAPED = ["llama", "llama3", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"]
-TREE = TreeShape.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1]])
-DEPTH = torch.tensor(TREE.depth, dtype=torch.int32)[None]
-ANCESTORS = torch.tensor(TREE.ancestor_words, dtype=torch.int32)[None]
-
-
-def score(target, prompts, tree_tokens):
-    """What the target says about a tree behind ragged prompts, and the cache it leaves."""
-    ids, mask = pad(prompts, "right")
-    with torch.no_grad(), target.hooked():
-        cache = target.new_cache(len(prompts), ids.shape[1] + TREE.num_nodes)
-        target.prefill(ids, mask.sum(1).int(), cache)
-        return target.score(tree_tokens, DEPTH, ANCESTORS, cache), cache
-
-
-def random_tree(generator, batch_size):
-    return torch.randint(1, VOCAB_SIZE, (batch_size, TREE.num_nodes), generator=generator)
 
 
 def make_biased(model, generator):
@@ -53,13 +38,12 @@ def num_fused(model):
 def test_a_tree_is_scored_as_by_the_stock_layers(family, generator):
     model = make_biased(build_model(family), generator)
     prompts, tree_tokens = random_prompts(generator, [19, 7, 13]), random_tree(generator, 3)
-    expected, expected_cache = score(Target(model, tap_layers=(0, 2)), prompts, tree_tokens)
-    got, cache = score(Target(model, tap_layers=(0, 2), fused=True), prompts, tree_tokens)
-    torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(got.hidden, expected.hidden, atol=2e-5, rtol=1e-5)
-    for tap, expected_tap in zip(got.taps, expected.taps, strict=True):
-        torch.testing.assert_close(tap, expected_tap, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(cache.data, expected_cache.data, atol=2e-5, rtol=1e-5)
+    _, expected, expected_cache = score(Target(model, tap_layers=(0, 2)), prompts, tree_tokens)
+    _, got, cache = score(Target(model, tap_layers=(0, 2), fused=True), prompts, tree_tokens)
+    assert_near(got.logits, expected.logits)
+    assert_near(got.hidden, expected.hidden)
+    assert_near(got.taps, expected.taps)
+    assert_near(cache.data, expected_cache.data)
     assert num_fused(model) == 3
 
 
@@ -68,10 +52,10 @@ def test_a_tree_is_scored_as_by_the_stock_layers(family, generator):
 def test_a_tree_is_scored_by_the_kernels_as_by_the_stock_layers(family, generator):
     model = make_biased(build_model(family), generator)
     prompts, tree_tokens = random_prompts(generator, [14, 5]), random_tree(generator, 2)
-    expected, expected_cache = score(Target(model), prompts, tree_tokens)
+    _, expected, expected_cache = score(Target(model), prompts, tree_tokens)
     target = Target(model, backend="triton")
     assert target.fused
-    got, cache = score(target, prompts, tree_tokens)
+    _, got, cache = score(target, prompts, tree_tokens)
     torch.testing.assert_close(got.logits, expected.logits, atol=5e-5, rtol=1e-5)
     torch.testing.assert_close(cache.data, expected_cache.data, atol=5e-5, rtol=1e-5)
 
@@ -82,9 +66,9 @@ def test_half_precision_rounds_where_the_stock_layers_round(family, dtype, gener
     model = make_biased(build_model(family), generator).to(dtype)
     prompts, tree_tokens = random_prompts(generator, [9, 5]), random_tree(generator, 2)
     wide = copy.deepcopy(model).float()
-    exact = score(Target(wide), prompts, tree_tokens)[0].logits
-    expected = score(Target(model), prompts, tree_tokens)[0].logits.float()
-    got = score(Target(model, fused=True), prompts, tree_tokens)[0].logits.float()
+    exact = score(Target(wide), prompts, tree_tokens).tree.logits
+    expected = score(Target(model), prompts, tree_tokens).tree.logits.float()
+    got = score(Target(model, fused=True), prompts, tree_tokens).tree.logits.float()
     # where the products come out alike, so does everything else, bit by bit
     assert (got == expected).float().mean() > 0.5
     bound = 2 * (expected - exact).abs().max() + FLOOR[dtype]
@@ -106,8 +90,8 @@ def test_greedy_text_is_the_same_with_and_without(family, generator):
 def test_opt_is_left_alone(generator):
     model = build_model("opt")
     prompts, tree_tokens = random_prompts(generator, [9, 5]), random_tree(generator, 2)
-    expected = score(Target(model), prompts, tree_tokens)[0]
-    assert torch.equal(score(Target(model, fused=True), prompts, tree_tokens)[0].logits, expected.logits)
+    expected = score(Target(model), prompts, tree_tokens).tree.logits
+    assert torch.equal(score(Target(model, fused=True), prompts, tree_tokens).tree.logits, expected)
     assert num_fused(model) == 0
 
 
@@ -160,7 +144,7 @@ def test_the_model_can_be_trained_after_the_weights_were_packed(inside, generato
     for (name, parameter), expected in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, msg=name)
     # training went into the packed weights
-    stock = score(Target(model), [prompt], random_tree(generator, 1))[0].logits
+    stock = score(Target(model), [prompt], random_tree(generator, 1)).tree.logits
     assert not torch.equal(stock, torch.zeros_like(stock))
 
 
@@ -189,10 +173,8 @@ def test_weights_are_packed_once_and_take_no_more_memory(generator):
     model.double().float()
     assert not any(is_one_storage(group) for group in groups(model.model.layers[1]))
     prompts, tree_tokens = random_prompts(generator, [9]), random_tree(generator, 1)
-    expected = score(Target(model), prompts, tree_tokens)[0].logits
-    torch.testing.assert_close(
-        score(Target(model, fused=True), prompts, tree_tokens)[0].logits, expected, atol=2e-5, rtol=1e-5
-    )
+    expected = score(Target(model), prompts, tree_tokens).tree.logits
+    assert_near(score(Target(model, fused=True), prompts, tree_tokens).tree.logits, expected)
     assert all(is_one_storage(group) for layer in model.model.layers for group in groups(layer))
 
 
@@ -214,20 +196,12 @@ def replace_v(model):
     attention.v_proj = Scaled.of(attention.v_proj)
 
 
-def hook_up(model):
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, output: 0.5 * output)
+def halve(module, args, output):
+    return 0.5 * output
 
 
-def hook_norm(model):
-    model.model.layers[1].input_layernorm.register_forward_hook(lambda module, args, output: 0.5 * output)
-
-
-def hook_layer(model):
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output.flip(-1))
-
-
-def hook_final_norm(model):
-    model.model.norm.register_forward_hook(lambda module, args, output: 0.5 * output)
+def hooked(place, hook=halve):
+    return lambda model: model.model.get_submodule(place).register_forward_hook(hook)
 
 
 def tie(model):
@@ -246,25 +220,33 @@ def replace_forward(model):
     layer.forward = lambda *args, **kwargs: 0.5 * forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("change", "layers"),
-    [(replace_v, 3), (hook_up, 3), (hook_norm, 3), (hook_layer, 3), (hook_final_norm, 3), (tie, 3), (share_memory, 3),
-     (replace_forward, 2)],
-    ids=lambda value: getattr(value, "__name__", value),
-)  # fmt: skip
+CHANGES = {
+    "another class": replace_v,
+    "hook of a projection": hooked("layers.1.mlp.up_proj"),
+    "hook of a norm": hooked("layers.1.input_layernorm"),
+    "hook of a layer": hooked("layers.0", lambda module, args, output: output.flip(-1)),
+    "hook of the final norm": hooked("norm"),
+    "tied": tie,
+    "shared memory": share_memory,
+    "another forward": replace_forward,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.filterwarnings("ignore:The .*forward")
-def test_what_others_have_changed_goes_on_working(change, layers, generator):
+def test_what_others_have_changed_goes_on_working(name, generator):
     model = build_model("llama")
     prompts, tree_tokens = random_prompts(generator, [9, 4]), random_tree(generator, 2)
-    unchanged = score(Target(model), prompts, tree_tokens)[0].logits
-    change(model)
+    unchanged = score(Target(model), prompts, tree_tokens).tree.logits
+    CHANGES[name](model)
+    layers = 2 if name == "another forward" else 3
     places = [parameter.data_ptr() for parameter in model.model.layers[1].parameters()]
-    expected, _ = score(Target(model), prompts, tree_tokens)
-    if change is not share_memory:
+    expected = score(Target(model), prompts, tree_tokens).tree
+    if name != "shared memory":
         assert not torch.allclose(expected.logits, unchanged, atol=1e-2), "the change changed nothing"
-    got, _ = score(Target(model, fused=True), prompts, tree_tokens)
-    torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(got.hidden, expected.hidden, atol=2e-5, rtol=1e-5)
+    got = score(Target(model, fused=True), prompts, tree_tokens).tree
+    assert_near(got.logits, expected.logits)
+    assert_near(got.hidden, expected.hidden)
     assert num_fused(model) == layers
     assert [parameter.data_ptr() for parameter in model.model.layers[1].parameters()] != places or layers == 2
 
@@ -273,7 +255,7 @@ def test_nested_blocks_and_targets_of_either_kind(generator):
     model = build_model("llama")
     prompts, tree_tokens = random_prompts(generator, [9]), random_tree(generator, 1)
     stock, path = Target(model, fused=False), Target(model, fused=True)
-    expected = score(stock, prompts, tree_tokens)[0].logits
+    expected = score(stock, prompts, tree_tokens).tree.logits
     before = snapshot(model)
     calls = []
     kept = fused.rope_kv_write
@@ -282,8 +264,8 @@ def test_nested_blocks_and_targets_of_either_kind(generator):
         for outer, inner in ((stock, path), (path, stock), (path, path)):
             calls.clear()
             with outer.hooked():
-                got = score(inner, prompts, tree_tokens)[0].logits
-            torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+                got = score(inner, prompts, tree_tokens).tree.logits
+            assert_near(got, expected)
             assert len(calls) == 3 * inner.fused
     assert snapshot(model) == before
 

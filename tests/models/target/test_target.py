@@ -1,5 +1,7 @@
 """models.Target: a hooked stock model scores trees exactly as it would score each path alone, and is restored after."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -17,16 +19,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lib.families import FAMILIES, VOCAB_SIZE, build_model, pad, random_prompts
+from lib.families import FAMILIES, build_model, pad, random_prompts
+from lib.scoring import TREE, assert_near, random_tree, score
+from specdec.models.target import families
 from specdec.models.target.target import Target
-from specdec.trees.shape import TreeShape
-
-TREE = TreeShape.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1]])
-
-
-def tables(shape):
-    depth = torch.tensor(shape.depth, dtype=torch.int32)[None]
-    return depth, torch.tensor(shape.ancestor_words, dtype=torch.int32)[None]
 
 
 @torch.no_grad()
@@ -38,22 +34,15 @@ def full_forward(model, tokens):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tree_scores_equal_full_forwards_of_every_path(family, generator):
     model = build_model(family)
-    target = Target(model)
-    prompts = random_prompts(generator, [19, 7, 13])
-    ids, mask = pad(prompts, "right")
-    lengths = mask.sum(1).int()
-    tree_tokens = torch.randint(1, VOCAB_SIZE, (3, TREE.num_nodes), generator=generator)
-    with torch.no_grad(), target.hooked():
-        cache = target.new_cache(3, 40)
-        prefill = target.prefill(ids, lengths, cache)
-        output = target.score(tree_tokens, *tables(TREE), cache)
+    prompts, tree_tokens = random_prompts(generator, [19, 7, 13]), random_tree(generator, 3)
+    prefill, output, _ = score(Target(model), prompts, tree_tokens)
     for row, prompt in enumerate(prompts):
         expected = full_forward(model, prompt)
-        torch.testing.assert_close(prefill.logits[row], expected[-1], atol=2e-5, rtol=1e-5)
+        assert_near(prefill.logits[row], expected[-1])
         for path in TREE.paths.tolist():
             nodes = [node for node in path if node >= 0]
             expected = full_forward(model, torch.cat((prompt, tree_tokens[row, nodes])))[len(prompt) :]
-            torch.testing.assert_close(output.logits[row, nodes], expected, atol=2e-5, rtol=1e-5)
+            assert_near(output.logits[row, nodes], expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_window", "opt"])
@@ -68,30 +57,25 @@ def test_chunked_prefill_equals_one_pass(family, generator):
             caches.append(target.new_cache(3, 24))
             outputs.append(target.prefill(ids, lengths, caches[-1], chunk_size=chunk_size))
     for output, cache in zip(outputs[1:], caches[1:], strict=True):
-        torch.testing.assert_close(output.logits, outputs[0].logits, atol=2e-5, rtol=1e-5)
+        assert_near(output.logits, outputs[0].logits)
         assert torch.equal(cache.lengths, lengths)
         for row, length in enumerate(lengths.tolist()):
             expected = caches[0].data[:, :, row, :length]
-            torch.testing.assert_close(cache.data[:, :, row, :length], expected, atol=2e-5, rtol=1e-5)
-            torch.testing.assert_close(
-                output.hidden[row, :length], outputs[0].hidden[row, :length], atol=2e-5, rtol=1e-5
-            )
+            assert_near(cache.data[:, :, row, :length], expected)
+            assert_near(output.hidden[row, :length], outputs[0].hidden[row, :length])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_cache_after_a_commit_equals_a_fresh_prefill(family, generator):
     target = Target(build_model(family))
     prompts = random_prompts(generator, [11, 6])
-    ids, mask = pad(prompts, "right")
-    tree_tokens = torch.randint(1, VOCAB_SIZE, (2, TREE.num_nodes), generator=generator)
+    tree_tokens = random_tree(generator, 2)
     path = torch.tensor([[0, 1, 4, 7], [0, 2, 5, -1]], dtype=torch.int32)
     assert [TREE.parent[node] for node in (1, 4, 7, 2, 5)] == [0, 1, 4, 0, 2]
     num_accepted = torch.tensor([3, 2], dtype=torch.int32)
+    _, _, cache = score(target, prompts, tree_tokens)
+    cache.commit(path, num_accepted)
     with torch.no_grad(), target.hooked():
-        cache = target.new_cache(2, 40)
-        target.prefill(ids, mask.sum(1).int(), cache)
-        target.score(tree_tokens, *tables(TREE), cache)
-        cache.commit(path, num_accepted)
         for row, prompt in enumerate(prompts):
             kept = path[row, : int(num_accepted[row]) + 1].long()
             text = torch.cat((prompt, tree_tokens[row, kept]))[None]
@@ -99,9 +83,7 @@ def test_cache_after_a_commit_equals_a_fresh_prefill(family, generator):
             target.prefill(text, torch.tensor([text.shape[1]], dtype=torch.int32), fresh)
             length = int(cache.lengths[row])
             assert length == text.shape[1]
-            torch.testing.assert_close(
-                cache.data[:, :, row, :length], fresh.data[:, :, 0, :length], atol=2e-5, rtol=1e-5
-            )
+            assert_near(cache.data[:, :, row, :length], fresh.data[:, :, 0, :length])
 
 
 def test_states_are_those_of_the_model(generator):
@@ -113,10 +95,10 @@ def test_states_are_those_of_the_model(generator):
         with target.hooked():
             cache = target.new_cache(1, 20)
             output = target.prefill(prompt[None], torch.tensor([9], dtype=torch.int32), cache)
-    torch.testing.assert_close(output.hidden, states[-1], atol=2e-5, rtol=1e-5)  # after the final norm
-    torch.testing.assert_close(output.taps[0], states[1], atol=2e-5, rtol=1e-5)  # output of layer 0
+    assert_near(output.hidden, states[-1])  # after the final norm
+    assert_near(output.taps[0], states[1])  # output of layer 0
     assert output.taps[1].shape == states[-1].shape
-    torch.testing.assert_close(model.model.norm(output.taps[1]), states[-1], atol=2e-5, rtol=1e-5)
+    assert_near(model.model.norm(output.taps[1]), states[-1])
 
 
 def snapshot(model):
@@ -133,20 +115,13 @@ def test_the_model_is_restored_whatever_ends_the_block(ending, generator):
     before = snapshot(model)
     target = Target(model, tap_layers=(1,))
 
-    def use():
-        with target.hooked():
-            assert not model.training
-            cache = target.new_cache(1, 8)
-            with torch.no_grad():
-                target.prefill(torch.ones(1, 4, dtype=torch.int64), torch.tensor([4], dtype=torch.int32), cache)
-            if ending is not None:
-                raise ending
-
-    if ending is None:
-        use()
-    else:
-        with pytest.raises(ending):
-            use()
+    with nullcontext() if ending is None else pytest.raises(ending), target.hooked():
+        assert not model.training
+        cache = target.new_cache(1, 8)
+        with torch.no_grad():
+            target.prefill(torch.ones(1, 4, dtype=torch.int64), torch.tensor([4], dtype=torch.int32), cache)
+        if ending is not None:
+            raise ending
     assert snapshot(model) == before
 
 
@@ -187,7 +162,7 @@ def test_quantized_linears_are_used_as_they_are(generator):
         with target.hooked():
             lengths = torch.tensor([9], dtype=torch.int32)
             logits = target.prefill(prompt[None], lengths, target.new_cache(1, 12)).logits[0]
-    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+    assert_near(logits, expected)
     assert all(isinstance(layer.self_attn.q_proj, Int8Linear) for layer in model.model.layers)
 
 
@@ -197,10 +172,15 @@ def test_a_hooked_model_refuses_foreign_calls():
         model(torch.ones(1, 3, dtype=torch.int64))
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def test_every_listed_family_is_tested():
+    assert {build_model(family).config.model_type for family in FAMILIES} == set(families.FAMILIES)
+
+
 def test_unlisted_families_are_compared_with_their_own_forward():
-    config = GPTNeoXConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
-    )
+    config = GPTNeoXConfig(**SMALL)
     Target(GPTNeoXForCausalLM(config))
     Target(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)))
 
@@ -216,13 +196,6 @@ def test_unlisted_families_are_compared_with_their_own_forward():
 
 
 def test_refuses_what_it_cannot_hook():
-    small = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
     with pytest.raises(TypeError, match="model: expected a transformers causal LM, got str"):
         Target("gpt2")
     with pytest.raises(TypeError, match="got Linear"):
@@ -231,13 +204,13 @@ def test_refuses_what_it_cannot_hook():
     with pytest.raises(ValueError, match="model: expected a decoder-only model, got the encoder-decoder T5"):
         Target(t5)
     with pytest.raises(ValueError, match="expected a model with an LM head, got LlamaModel"):
-        Target(LlamaModel(LlamaConfig(**small)))
+        Target(LlamaModel(LlamaConfig(**SMALL)))
     with pytest.raises(NotImplementedError, match="gemma2 family"):
-        Target(Gemma2ForCausalLM(Gemma2Config(**small, head_dim=8, num_key_value_heads=2)))
+        Target(Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, num_key_value_heads=2)))
     longrope = {"rope_type": "longrope", "factor": 4.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
     longrope |= {"rope_theta": 1e4, "original_max_position_embeddings": 32}
     with pytest.raises(NotImplementedError, match="rotary embeddings of the type longrope, which change"):
-        Target(LlamaForCausalLM(LlamaConfig(**small, rope_parameters=longrope)))
+        Target(LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=longrope)))
     split = build_model("llama")
     split.model.layers[1].to("meta")
     with pytest.raises(ValueError, match="model: expected all parameters on one device, got cpu, meta"):

@@ -120,4 +120,4 @@ def test_a_whole_model_is_not_sharded(folder):
     assert target.sharding is None
     assert Sharding.of(model, model.model.layers, 8) is None
     value = torch.ones(2)
-    assert target.agree(value) is value
+    assert target.broadcast_from_first(value) is value

@@ -1,10 +1,60 @@
-"""Which models can be targets, and what their configurations say of them."""
+"""Which models can be targets: the one table of what is known of their families, and what any other has to show.
 
+A new family is an entry in `FAMILIES`, beside a small model of it in `tests/lib/families.py`, on which every test of
+targets then runs.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, cast
 
 from torch import nn
+from transformers import OPTForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
-__all__ = ["check_model", "decoder_layers", "sliding_window_of"]
+__all__ = ["FAMILIES", "Family", "check_model", "decoder_layers", "sliding_window_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A tested family. Of another one, a model is compared once with its own forward pass.
+
+    Attributes:
+        causal_lm: its model with the LM head, whose forward pass is its decoder's and then the LM head: no scaling of
+            logits, no cap on them.
+        layer: its decoder layer, if the fused path computes what that does, from the three parts below.
+        attention: self-attention with q_proj, k_proj, v_proj and o_proj; q_norm and k_norm where it has some.
+        mlp: a gated MLP with gate_proj, up_proj and down_proj.
+        norm: an RMS norm with `weight` and `variance_epsilon`.
+        has_one_window: all attention layers have the sliding window of the configuration; else each knows its own.
+    """
+
+    causal_lm: type[PreTrainedModel]
+    layer: type[nn.Module] | None = None
+    attention: type[nn.Module] | None = None
+    mlp: type[nn.Module] | None = None
+    norm: type[nn.Module] | None = None
+    has_one_window: bool = False
+
+
+def _llama_shaped(modeling: ModuleType, name: str, *, has_one_window: bool = False) -> Family:
+    """A family whose classes are named, and do, as LLaMA's."""
+    parts = ("ForCausalLM", "DecoderLayer", "Attention", "MLP", "RMSNorm")
+    causal_lm, layer, attention, mlp, norm = (getattr(modeling, name + part) for part in parts)
+    return Family(causal_lm, layer, attention, mlp, norm, has_one_window)
+
+
+FAMILIES = {
+    "llama": _llama_shaped(modeling_llama, "Llama"),
+    "mistral": _llama_shaped(modeling_mistral, "Mistral", has_one_window=True),
+    "qwen2": _llama_shaped(modeling_qwen2, "Qwen2"),
+    "qwen3": _llama_shaped(modeling_qwen3, "Qwen3"),
+    "opt": Family(OPTForCausalLM),
+}
+"""By `model_type` of their configurations."""
 
 _CHANGING_ROPE = ("longrope", "dynamic")
 

@@ -1,0 +1,72 @@
+"""`specdec generate`: the completion of a prompt."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from specdec.commands.options import add_decoding, check_positive, load_for_decoding, sampling_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specdec.commands.options import Commands
+    from specdec.loop.stats import AcceptanceStats
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: "Commands") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("generate", help="complete a prompt")
+    add_decoding(parser, max_new_tokens=128)
+    parser.add_argument("--prompt", required=True, help="text to complete; '-' reads standard input")
+    parser.add_argument("--json", action="store_true", help="print tokens, text and statistics as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from specdec.commands.text import CompletionStream, describe_run
+    from specdec.generation.generate import SpecDecodeOutput, generate
+
+    check_positive(options, "max_new_tokens")
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    target, drafter, tokenizer = load_for_decoding(options)
+    prompt = tokenizer(text, return_tensors="pt").input_ids.long()
+    if prompt.numel() == 0:
+        raise ValueError("--prompt: expected at least one token, got an empty text")
+    console = Console(highlight=False)
+    output = generate(
+        target,
+        drafter,
+        prompt.to(target.device),
+        streamer=None if options.json else CompletionStream(console, tokenizer, show_prompt=True),
+        seed=options.seed,
+        max_new_tokens=options.max_new_tokens,
+        return_dict_in_generate=True,
+        **sampling_of(options),
+    )
+    assert isinstance(output, SpecDecodeOutput)
+    assert output.stats is not None
+    tokens = output.sequences[0, prompt.shape[1] :].tolist()
+    if options.json:
+        print(json.dumps(_record(tokens, output.stats, tokenizer)))
+        return 0
+    place = f"{drafter.kind}, {target.device}, {str(target.dtype).removeprefix('torch.')}"
+    console.print(f"\n{describe_run(len(tokens), output.stats)} ({place})", style="dim")
+    return 0
+
+
+def _record(tokens: list[int], stats: "AcceptanceStats", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """One generation for machines; `tau` is null when the first token ended the text."""
+    return {
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "tokens": tokens,
+        "tau": stats.tau if stats.num_target_passes else None,
+        "acceptance_at_depth": stats.acceptance_at_depth,
+        "num_target_passes": stats.num_target_passes,
+        "lossless": stats.lossless,
+        "times_ms": stats.times_ms,
+    }

@@ -1,0 +1,152 @@
+"""Options that several commands share, and what they stand for."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from specdec.common.checks import check_at_least
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from specdec.drafting.base import Drafter
+    from specdec.models.target.target import Target
+
+    Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+__all__ = [
+    "add_chat_template",
+    "add_decoding",
+    "add_pair",
+    "add_target",
+    "as_tree_option",
+    "bundled",
+    "chat_template_of",
+    "check_positive",
+    "given",
+    "hide_progress_of_loading",
+    "load_for_decoding",
+    "load_target",
+    "sampling_of",
+]
+
+
+def add_pair(parser: argparse.ArgumentParser) -> None:
+    """Options that name a target, a drafter and its tree."""
+    kinds = "a kind without weights (none, prompt_lookup, lookahead), a folder or a hub id"
+    tiny = "with --model tiny also any bundled drafter, such as medusa"
+    trees = "preset name, JSON file, k_config such as 4,2,2, length of a chain, or auto, which measures"
+    parser.add_argument("--model", required=True, help="target: a folder, a hub id, or 'tiny', the bundled model")
+    parser.add_argument("--drafter", default="none", help=f"{kinds}; {tiny} (default: %(default)s)")
+    parser.add_argument("--tree", help=trees)
+    _add_place(parser, ("float32", "float16", "bfloat16"))
+
+
+def add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Options of the commands that decode."""
+    add_pair(parser)
+    rules = ("auto", "greedy", "naive", "rejection", "traversal", "typical")
+    lossless = "which drafted tokens are kept; all but typical are lossless (default: %(default)s)"
+    settings = "sample, with the model's own settings where none is given here"
+    parser.add_argument("--acceptance", choices=rules, default="auto", help=lossless)
+    greedy = f"{settings}; without this and the next three the most probable tokens are taken"
+    parser.add_argument("--do-sample", action="store_true", help=greedy)
+    parser.add_argument("--temperature", type=float, help="implies --do-sample; 0 takes the most probable tokens")
+    parser.add_argument("--top-p", type=float, help="implies --do-sample")
+    parser.add_argument("--top-k", type=int, help="implies --do-sample; 0 keeps all tokens")
+    parser.add_argument("--seed", type=int, help="of sampling: the same seed gives the same text")
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help="default: %(default)s")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Options that name the target of a training command."""
+    parser.add_argument("--target", required=True, help="a folder, a hub id, or 'tiny', the bundled model")
+    _add_place(parser, ("float32", "bfloat16"))
+    add_chat_template(parser)
+
+
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """The option that names a chat template."""
+    parser.add_argument("--chat-template", type=Path, help="Jinja file for conversations (default: the tokenizer's)")
+
+
+def _add_place(parser: argparse.ArgumentParser, dtypes: tuple[str, ...]) -> None:
+    parser.add_argument("--dtype", choices=dtypes, help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+
+
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of the options that were given."""
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def check_positive(options: argparse.Namespace, *names: str) -> None:
+    """Raise ValueError, by its name on the command line, for an option below 1."""
+    check_at_least(1, {f"--{name.replace('_', '-')}": getattr(options, name) for name in names})
+
+
+def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
+    """How tokens are chosen, as settings of `generate`."""
+    settings = given(options, "temperature", "top_p", "top_k")
+    do_sample = (options.do_sample or bool(settings)) and options.temperature != 0
+    return {"do_sample": do_sample, "acceptance": options.acceptance, **(settings if do_sample else {})}
+
+
+def chat_template_of(options: argparse.Namespace) -> str | None:
+    """The text of --chat-template."""
+    return options.chat_template.read_text() if options.chat_template else None
+
+
+def as_tree_option(text: str | None) -> str | int | tuple[int, ...] | None:
+    """What --tree means: a number, numbers with commas, or a name."""
+    if text is None or os.path.exists(text):
+        return text
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        return text
+    return numbers if "," in text else numbers[0]
+
+
+def load_for_decoding(options: argparse.Namespace) -> "tuple[Target, Drafter, PreTrainedTokenizerBase]":
+    """What a command that decodes names."""
+    from specdec.models.target.target import Target
+    from specdec.tuning.auto import load_drafter
+
+    model, tokenizer = load_target(options.model, options)
+    target = Target(model)
+    drafter = load_drafter(bundled(options.model, options.drafter), target, tree=as_tree_option(options.tree))
+    return target, drafter, tokenizer
+
+
+def load_target(target: str, options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The target on its device, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from specdec.bundled.load import TINY_FOLDER
+
+    hide_progress_of_loading()
+    rank = os.environ.get("LOCAL_RANK", "0")  # set by torchrun
+    device = options.device or (f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
+    source = str(TINY_FOLDER / "target") if target == "tiny" else target
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(source)
+
+
+def bundled(target: str, drafter: str) -> str:
+    """With the bundled target, its drafters go by their names."""
+    from specdec.bundled.load import bundled_drafters, tiny_drafter
+
+    return str(tiny_drafter(drafter)) if target == "tiny" and drafter in bundled_drafters() else drafter
+
+
+def hide_progress_of_loading() -> None:
+    """Keep transformers' progress bars out of logs and pipes."""
+    from transformers.utils import logging as transformers_logging
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
