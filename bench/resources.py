@@ -30,7 +30,6 @@ from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.lm_head_topk import lm_head_topk
 from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
-from specdec.kernels.plan_splits import plan_splits
 from specdec.kernels.rope_kv_write import rope_kv_write
 from specdec.kernels.sample_probs import sample_probs
 from specdec.kernels.skinny_linear import skinny_linear
@@ -116,8 +115,6 @@ def _glue_cases() -> dict[str, Launch]:
         found[_name("tree_rerank", None, tree, torch.int32)] = _tree_rerank(lists, tree)
     for lists in [1, 10]:
         found[_name(f"beam_step_{lists}x10", None, None, torch.int32)] = _beam_step(lists)
-    for batch in [1, 8]:
-        found[_name(f"plan_splits/b{batch}", None, _WIDE, torch.int32)] = _plan_splits(batch, _WIDE)
     return found
 
 
@@ -242,12 +239,6 @@ def _beam_step(lists: int) -> Launch:
         beam_step, tokens, logps, logps[..., 0].contiguous(), width=10, logsumexp=logps[..., 0].contiguous(),
         backend="triton",
     )  # fmt: skip
-
-
-def _plan_splits(batch: int, tree: TreeSize) -> Launch:
-    return functools.partial(
-        plan_splits, _int32(batch), num_tree_nodes=tree.num_nodes, block=64, budget=264, max_work=264, backend="triton"
-    )
 
 
 def _tree_expand(tree: TreeSize) -> Launch:

@@ -23,7 +23,6 @@ __all__ = [
     "kv_compact",
     "lm_head_topk",
     "philox_uniform",
-    "plan_splits",
     "rms_norm",
     "rope_kv_write",
     "sample_race",
@@ -267,19 +266,6 @@ def swiglu(*, num_rows: int, width: int, element_bytes: int) -> Cost:
         The cost of one call; five flops per element, with the exponential counted as one.
     """
     return Cost(num_bytes=3 * num_rows * width * element_bytes, num_flops=5 * num_rows * width)
-
-
-def plan_splits(*, batch: int, max_work: int) -> Cost:
-    """Cost of plan_splits: the lengths in, the work list and its offsets out.
-
-    Args:
-        batch: B.
-        max_work: entries of the work list.
-
-    Returns:
-        The cost of one call.
-    """
-    return Cost(num_bytes=(batch + 3 * max_work + batch + 1) * _INT32_BYTES)
 
 
 def skinny_linear(

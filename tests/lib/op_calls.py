@@ -84,7 +84,6 @@ def calls():
         "lm_head_topk": ((rand(2, 3, 16), rand(1, 20, 16)), {"k": 4, "store_logits": True}),
         "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": 9}),
         "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": 9}),
-        "plan_splits": ((lengths,), {"num_tree_nodes": 9, "block": 16, "budget": 4, "max_work": 6}),
         "rms_norm": ((rand(2, 3, 8), rand(8)), {"eps": 1e-5}),
         "rope_kv_write": ((q, k, k, int32([[0, 1, 1], [3, 4, 4]]), rand(9, 16), slots, cache[0, 0], cache[0, 1]), {}),
         "sample_probs": ((logits, root, int32([1]), int32([[7, 1, 2, 3]] * 2), parents, slots), SAMPLING),
