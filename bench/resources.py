@@ -161,8 +161,8 @@ def _weight_cases() -> dict[str, Launch]:
         found[_name("lm_head_topk_best", model, _WIDE, dtype)] = _lm_head_topk(
             model, _WIDE.num_nodes, dtype, num_heads=1, k=1
         )
-        found[_name("lm_head_topk_sampling", model, _WIDE, dtype)] = _lm_head_topk(
-            model, _WIDE.num_nodes, dtype, num_heads=1, k=32, store_logits=True
+        found[_name("lm_head_topk_lists", model, _WIDE, dtype)] = _lm_head_topk(
+            model, _WIDE.num_nodes, dtype, num_heads=1, k=32
         )
     # a vocabulary that no tile divides, and rows whose stride is no multiple of 16 elements
     odd = replace(LLAMA_2_7B, name="odd-sizes", hidden_size=4095, vocab_size=32001)
@@ -332,17 +332,11 @@ def _lm_head_topk(
     num_heads: int,
     k: int,
     rank: int | None = None,
-    store_logits: bool = False,
 ) -> Launch:
-    """One call; a drafter that asks for the logits samples, so it has a temperature too."""
     x = torch.empty(num_heads, num_rows, model.hidden_size, dtype=dtype, device="meta")
     weight = x.new_empty(num_heads, model.vocab_size, rank or model.hidden_size)
-    return functools.partial(
-        lm_head_topk, x, weight, k=k,
-        down=x.new_empty(num_heads, rank, model.hidden_size) if rank else None,
-        temperature=x.new_empty(num_rows, dtype=torch.float32) if store_logits else None,
-        store_logits=store_logits, backend="triton",
-    )  # fmt: skip
+    down = x.new_empty(num_heads, rank, model.hidden_size) if rank else None
+    return functools.partial(lm_head_topk, x, weight, k=k, down=down, backend="triton")
 
 
 def compile_cases(architecture: Architecture, launches: Mapping[str, Launch]) -> dict[str, CompiledKernel]:

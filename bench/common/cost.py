@@ -335,9 +335,8 @@ def lm_head_topk(
     element_bytes: int,
     rank: int | None = None,
     shared_weight: bool = False,
-    store_logits: bool = False,
 ) -> Cost:
-    """Cost of lm_head_topk: weights and states in, the best tokens out; logits only if they are asked for.
+    """Cost of lm_head_topk: weights and states in, the best tokens out.
 
     Args:
         num_heads: K.
@@ -348,7 +347,6 @@ def lm_head_topk(
         element_bytes: size of one element of weights and states.
         rank: r of low-rank heads; None for full rank.
         shared_weight: one weight for all heads.
-        store_logits: all logits are an output, in fp32.
 
     Returns:
         The cost of one call.
@@ -357,7 +355,7 @@ def lm_head_topk(
     down = 0 if rank is None else num_heads * rank * width
     weights = (1 if shared_weight else num_heads) * vocab_size * inner + down
     # values, tokens, log-sum-exp and a flag
-    outputs = rows * (8 * k + 5 + (4 * vocab_size if store_logits else 0))
+    outputs = rows * (8 * k + 5)
     return Cost(
         num_bytes=(weights + rows * width) * element_bytes + outputs,
         num_flops=2 * rows * vocab_size * inner + 2 * batch * down,

@@ -81,7 +81,7 @@ def calls():
         "draft_heads": ((rand(3, 16), rand(2, 16, 16), rand(2, 16)), {}),
         "draft_heads_concat": (([rand(3, 16), rand(3, 16)], rand(16, 32), rand(16), rand(16, 32)), {}),
         "kv_compact": ((cache, lengths, path, int32([1, 2])), {}),
-        "lm_head_topk": ((rand(2, 3, 16), rand(1, 20, 16)), {"k": 4, "store_logits": True}),
+        "lm_head_topk": ((rand(2, 3, 16), rand(1, 20, 16)), {"k": 4}),
         "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": 9}),
         "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": 9}),
         "rms_norm": ((rand(2, 3, 8), rand(8)), {"eps": 1e-5}),
