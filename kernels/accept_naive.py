@@ -58,7 +58,7 @@ def _draw_tokens_kernel(
     n = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     row = b * N + n
-    row_max, masses = tile_masses(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, 1.0, NUM_TILES, BLOCK_T)
+    row_max, masses = tile_masses(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
     tile, goal = pick_tile(masses, tl.load(uniform_ptr + b * stride_ub + n), BLOCK_T)
     offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     end = tl.where(tl.sum(masses, 0) > 0.0, V, 0)  # a finished request has no mass and is not read

@@ -1,11 +1,11 @@
 """Typical acceptance: a node stays if the target finds its token probable enough where it stands. Lossy.
 
-Equation:   p_n = softmax(logits[n] / temperature),  H_n = - sum_v p_n(v) log p_n(v)
+Equation:   p_n = softmax(logits[n]),  H_n = - sum_v p_n(v) log p_n(v)
             node j with parent n is accepted if p_n(tokens[j]) > min(threshold, alpha exp(-H_n))
             of the paths from the root with all nodes accepted, the longest; then the one with the largest
             sum of log p; then the one whose last node is lowest
             the next root is argmax logits at its last node, or a draw from p there
-Source:     Medusa (arXiv:2401.10774) section 2.3.1, typical acceptance; with temperature also Hydra (arXiv:2402.05109)
+Source:     Medusa (arXiv:2401.10774) section 2.3.1, typical acceptance
 Reference:  kernels/reference/accept_typical.py
 
 Shapes:     B requests, N nodes, node 0 the root, V vocabulary, E stop tokens, T = ceil(V / 4096) tiles
@@ -65,7 +65,6 @@ def _typical_scores_kernel(
     stride_ln,
     N,
     V,
-    inv_temperature,
     threshold,
     alpha,
     NUM_TILES: tl.constexpr,
@@ -80,11 +79,11 @@ def _typical_scores_kernel(
     score = tl.full((), float("-inf"), tl.float32)
     if n >= 0:
         row = (b * N + n) * NUM_TILES
-        row_max, masses = tile_masses(max_ptr + row, sum_ptr + row, inv_temperature, NUM_TILES, BLOCK_T)
+        row_max, masses = tile_masses(max_ptr + row, sum_ptr + row, NUM_TILES, BLOCK_T)
         offs_t = tl.arange(0, BLOCK_T)
         mask_t = offs_t < NUM_TILES
-        # sum (x - M) / temperature * e^((x - M) / temperature): the tiles' own moments, moved from m_t to M
-        shift = (tl.load(max_ptr + row + offs_t, mask=mask_t, other=0.0) - row_max) * inv_temperature
+        # sum (x - M) e^(x - M): the tiles' own moments, moved from m_t to M
+        shift = tl.load(max_ptr + row + offs_t, mask=mask_t, other=0.0) - row_max
         shift = tl.where(masses > 0.0, shift, 0.0)  # 0 * -inf is NaN, its limit is 0
         moment = tl.load(moment_ptr + row + offs_t, mask=mask_t, other=0.0) * tl.exp(shift) + shift * masses
         moment = tl.sum(tl.where(masses > 0.0, moment, 0.0), 0)
@@ -94,7 +93,7 @@ def _typical_scores_kernel(
 
         token = tl.load(tokens_ptr + b * stride_tb + j)
         x = load_logits(logits_ptr + b * stride_lb + n * stride_ln, token, (token >= 0) & (token < V))
-        logp = (x - row_max) * inv_temperature - tl.log(total)
+        logp = x - row_max - tl.log(total)
         if tl.exp(logp) > tl.minimum(threshold, alpha * tl.exp(-entropy)):
             score = logp
     tl.store(score_ptr + b * N + j, score)
@@ -121,7 +120,6 @@ def _accept_typical_kernel(
     stride_ln,
     N,
     V,
-    inv_temperature,
     MAX_DEPTH: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     NUM_TILES: tl.constexpr,
@@ -163,7 +161,7 @@ def _accept_typical_kernel(
         path = tl.where(offs_d == at, node, path)
 
     row = (b * N + last) * NUM_TILES
-    row_max, masses = tile_masses(max_ptr + row, sum_ptr + row, inv_temperature, NUM_TILES, BLOCK_T)
+    row_max, masses = tile_masses(max_ptr + row, sum_ptr + row, NUM_TILES, BLOCK_T)
     if uniform_ptr is None:
         offs_t = tl.arange(0, BLOCK_T)
         m = tl.load(max_ptr + row + offs_t, mask=offs_t < NUM_TILES, other=float("-inf"))
@@ -176,7 +174,7 @@ def _accept_typical_kernel(
     if uniform_ptr is None:
         token = tl.min(tl.where(x == row_max, offs_v, BLOCK_V), 0) % BLOCK_V
     else:
-        token = pick(tl.exp((x - row_max) * inv_temperature), goal, BLOCK_V)
+        token = pick(tl.exp(x - row_max), goal, BLOCK_V)
     emitted = tl.where(offs_d == deepest, tile * BLOCK_V + token, emitted)
     store_verdict(
         path, emitted, b, tl.load(tokens_ptr + b * stride_tb),
@@ -206,7 +204,6 @@ def accept_typical(
     max_depth: int,
     threshold: float,
     alpha: float,
-    temperature: float = 1.0,
     budget: torch.Tensor | None = None,
     stop_tokens: torch.Tensor | None = None,
     backend: Backend | None = None,
@@ -220,12 +217,11 @@ def accept_typical(
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
         parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
             CPU only; on a GPU a node with another parent counts as padding.
-        logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target's, without temperature.
+        logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target's.
         uniform: [B] float32 in [0, 1), draws the next root from the target's law; None takes its most probable token.
         max_depth: largest depth of any node (the root has depth 0); deeper nodes are not accepted.
         threshold: epsilon, a probability that is always enough.
         alpha: delta, factor of exp(-entropy); the usual one is sqrt(threshold).
-        temperature: divides the logits, over 0.
         budget: [B] int32, how many tokens each request may still emit; 0 or less marks a finished one. None: no limit.
         stop_tokens: [E] int32, tokens that end the emission. None: none.
         backend: "triton" or "reference"; None decides by device.
@@ -243,28 +239,23 @@ def accept_typical(
     check_logits("logits", logits, (batch, num_nodes, None), device)
     if uniform is not None:
         check_tensor("uniform", uniform, shape=(batch,), dtype=torch.float32, device=device)
-    if not temperature > 0:
-        raise ValueError(f"temperature: expected more than 0, got {temperature}")
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold: expected 0 to 1, got {threshold}")
     if not alpha >= 0:
         raise ValueError(f"alpha: expected 0 or more, got {alpha}")
     limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
-        return accept_typical_reference(
-            tokens, parent, logits, uniform,
-            threshold=threshold, alpha=alpha, temperature=temperature, **limits, upcast=False,
-        )  # fmt: skip
+        rule = {"threshold": threshold, "alpha": alpha, **limits}
+        return accept_typical_reference(tokens, parent, logits, uniform, **rule, upcast=False)
 
     config, tiles = _launch_config(num_nodes, max_depth, logits.shape[-1]), tiles_config(logits.shape[-1])
-    tile_stats = softmax_tiles(logits, tiles, budget=budget, inv_temperature=1 / temperature, moment=True)
+    tile_stats = softmax_tiles(logits, tiles, budget=budget, moment=True)
     score = torch.empty(batch, num_nodes, dtype=torch.float32, device=device)
     verdict = empty_verdict(tokens, max_depth)
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
     sizes = {
         "stride_tb": tokens.stride(0), "stride_pb": 0 if parent.shape[0] == 1 else parent.stride(0),
         "stride_lb": logits.stride(0), "stride_ln": logits.stride(1), "N": num_nodes, "V": logits.shape[-1],
-        "inv_temperature": 1 / temperature,
     }  # fmt: skip
     with on_device(tokens):
         _typical_scores_kernel[(num_nodes, batch)](

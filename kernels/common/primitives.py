@@ -1,9 +1,9 @@
 """Code shared by kernels: parents of a tree, softmax statistics by tiles, a draw from them, the end of a verdict.
 
 A row of V logits is cut into tiles of BLOCK_V tokens, the same for every batch and tree, so that no result depends on
-who else is in the batch. Per tile the largest logit m_t and s_t = sum exp((x - m_t) / temperature) are kept; with
-M = max_t m_t the mass of a tile is s_t exp((m_t - M) / temperature), and a draw needs to look into one tile only. NaN
-logits count as -inf here and in every kernel that uses this; a row without a finite logit yields token 0.
+who else is in the batch. Per tile the largest logit m_t and s_t = sum exp(x - m_t) are kept; with M = max_t m_t the
+mass of a tile is s_t exp(m_t - M), and a draw needs to look into one tile only. NaN logits count as -inf here and in
+every kernel that uses this; a row without a finite logit yields token 0.
 """
 
 import torch
@@ -69,21 +69,21 @@ def pick_tile(masses, uniform, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def tile_masses(max_ptr, sum_ptr, inv_temperature, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Largest logit M of a row (0 if it has none) and the masses of its tiles, relative to exp(M / temperature)."""
+def tile_masses(max_ptr, sum_ptr, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Largest logit M of a row (0 if it has none) and the masses of its tiles, relative to exp(M)."""
     offs_t = tl.arange(0, BLOCK_T)
     mask_t = offs_t < NUM_TILES
     m = tl.load(max_ptr + offs_t, mask=mask_t, other=float("-inf"))  # [BLOCK_T]
     s = tl.load(sum_ptr + offs_t, mask=mask_t, other=0.0)
     row_max = tl.max(m, 0)
     row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
-    return row_max, s * tl.exp((m - row_max) * inv_temperature)
+    return row_max, s * tl.exp(m - row_max)
 
 
 @triton.jit
 def row_law(max_ptr, sum_ptr, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
     """Log-sum-exp of a row and the probabilities of its tiles."""
-    row_max, masses = tile_masses(max_ptr, sum_ptr, 1.0, NUM_TILES, BLOCK_T)
+    row_max, masses = tile_masses(max_ptr, sum_ptr, NUM_TILES, BLOCK_T)
     total = tl.sum(masses, 0)
     total = tl.where(total > 0.0, total, 1.0)
     return row_max + tl.log(total), masses / total
@@ -144,7 +144,6 @@ def _softmax_tiles_kernel(
     stride_ln,
     N,
     V,
-    inv_temperature,
     BLOCK_V: tl.constexpr,
 ):
     """One program reads one tile of one row."""
@@ -157,14 +156,14 @@ def _softmax_tiles_kernel(
         end = tl.where(tl.load(budget_ptr + b) > 0, V, 0)
     x = load_logits(logits_ptr + b * stride_lb + n * stride_ln, offs_v, offs_v < end)  # [BLOCK_V]
     m = tl.max(x, 0)
-    scaled = (x - tl.where(m == float("-inf"), 0.0, m)) * tl.cast(inv_temperature, tl.float32)
-    e = tl.exp(scaled)
+    shifted = x - tl.where(m == float("-inf"), 0.0, m)
+    e = tl.exp(shifted)
     out = (b * N + n) * tl.num_programs(0) + t
     tl.store(max_ptr + out, m)
     tl.store(sum_ptr + out, tl.sum(e, 0))
     if moment_ptr is not None:
         # 0 * -inf is NaN, its limit is 0
-        tl.store(moment_ptr + out, tl.sum(tl.where(e > 0.0, scaled, 0.0) * e, 0))
+        tl.store(moment_ptr + out, tl.sum(tl.where(e > 0.0, shifted, 0.0) * e, 0))
 
 
 def tiles_config(vocab_size: int) -> LaunchConfig:
@@ -180,7 +179,6 @@ def softmax_tiles(
     config: LaunchConfig,
     *,
     budget: torch.Tensor | None = None,
-    inv_temperature: float = 1.0,
     moment: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Statistics of every tile of every row; the rows of a finished request are not read and have no mass.
@@ -189,8 +187,7 @@ def softmax_tiles(
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V.
         config: `tiles_config(V)`.
         budget: [B] int32; 0 or less marks a finished request. None: none is finished.
-        inv_temperature: 1 / temperature.
-        moment: also sum (x - m_t) / temperature * exp((x - m_t) / temperature), for the entropy.
+        moment: also sum (x - m_t) exp(x - m_t), for the entropy.
 
     Returns:
         m_t, s_t and the moment (or None), each [B, N, T] fp32.
@@ -203,7 +200,6 @@ def softmax_tiles(
         _softmax_tiles_kernel[(num_tiles, num_nodes, batch)](
             logits, budget, tiles[0], tiles[1], tiles[2] if moment else None,
             stride_lb=logits.stride(0), stride_ln=logits.stride(1), N=num_nodes, V=vocab_size,
-            inv_temperature=inv_temperature,
             BLOCK_V=config.blocks["BLOCK_V"], num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return tiles[0], tiles[1], tiles[2] if moment else None

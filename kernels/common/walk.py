@@ -186,12 +186,11 @@ def cut_verdict(
     )
 
 
-def softmax_masses(logits: torch.Tensor, *, temperature: float = 1.0, upcast: bool = True) -> torch.Tensor:
-    """The law softmax(logits / temperature), not normalised: its largest mass is 1.
+def softmax_masses(logits: torch.Tensor, *, upcast: bool = True) -> torch.Tensor:
+    """The law softmax(logits), not normalised: its largest mass is 1.
 
     Args:
         logits: [..., V] of any float dtype; NaN counts as -inf.
-        temperature: over 0.
         upcast: compute in float64, otherwise in float32.
 
     Returns:
@@ -200,7 +199,7 @@ def softmax_masses(logits: torch.Tensor, *, temperature: float = 1.0, upcast: bo
     x = logits.to(torch.float64 if upcast else torch.float32)
     x = x.masked_fill(x.isnan(), float("-inf"))
     largest = x.amax(-1, keepdim=True)
-    return ((x - largest.masked_fill(largest == float("-inf"), 0.0)) / temperature).exp()
+    return (x - largest.masked_fill(largest == float("-inf"), 0.0)).exp()
 
 
 def draw(masses: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

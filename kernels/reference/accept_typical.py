@@ -19,7 +19,6 @@ def accept_typical(
     max_depth: int,
     threshold: float,
     alpha: float,
-    temperature: float = 1.0,
     budget: torch.Tensor | None = None,
     stop_tokens: torch.Tensor | None = None,
     upcast: bool = True,
@@ -36,7 +35,6 @@ def accept_typical(
         max_depth: largest depth of any node.
         threshold: epsilon.
         alpha: delta, factor of exp(-entropy).
-        temperature: over 0.
         budget: [B] int32 or None.
         stop_tokens: [E] int32 or None.
         upcast: compute in float64, otherwise in float32.
@@ -46,7 +44,7 @@ def accept_typical(
     """
     batch, num_nodes = tokens.shape
     parents = parent.expand(batch, -1)
-    p = softmax_masses(logits, temperature=temperature, upcast=upcast)
+    p = softmax_masses(logits, upcast=upcast)
     p = p / p.sum(-1, keepdim=True).clamp(min=1)
     entropy = -torch.xlogy(p, p).sum(-1)  # H
     bound = (alpha * (-entropy).exp()).clamp(max=threshold)
