@@ -244,7 +244,7 @@ def _beam_step(lists: int) -> Launch:
 def _tree_expand(tree: TreeSize) -> Launch:
     candidates = torch.empty(1, 4, 10, dtype=torch.int64, device="meta")
     per_node = [_int32(tree.num_nodes) for _ in range(3)]
-    return functools.partial(tree_expand, candidates, _int32(1), _int32(1), *per_node, backend="triton")
+    return functools.partial(tree_expand, candidates, _int32(1), None, *per_node, backend="triton")
 
 
 def _accept_greedy(tree: TreeSize) -> Launch:
