@@ -23,17 +23,6 @@ def accept_greedy(
     """Accept the longest path from the root that the target itself would have produced.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.accept_greedy.accept_greedy`; arguments are not checked.
-
-    Args:
-        tokens: [B, N] int32.
-        parent: [B or 1, N] int32.
-        target_tokens: [B, N] int32.
-        max_depth: largest depth of any node.
-        budget: [B] int32 or None.
-        stop_tokens: [E] int32 or None.
-
-    Returns:
-        The verdict, with B rows.
     """
     batch = tokens.shape[0]
     token_rows, target_rows = tokens.tolist(), target_tokens.tolist()

@@ -26,21 +26,7 @@ def accept_typical(
     """Accept the longest path of tokens that the target finds typical.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.accept_typical.accept_typical`; arguments are not checked.
-
-    Args:
-        tokens: [B, N] int32.
-        parent: [B or 1, N] int32.
-        logits: [B, N, V].
-        uniform: [B], or None for the most probable next root.
-        max_depth: largest depth of any node.
-        threshold: epsilon.
-        alpha: delta, factor of exp(-entropy).
-        budget: [B] int32 or None.
-        stop_tokens: [E] int32 or None.
-        upcast: compute in float64, otherwise in float32.
-
-    Returns:
-        The verdict, with B rows.
+    `upcast=False` computes in float32 instead of float64.
     """
     batch, num_nodes = tokens.shape
     parents = parent.expand(batch, -1)

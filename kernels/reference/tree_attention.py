@@ -108,21 +108,7 @@ def tree_attention(
     """Attention of N tree nodes over the prefix and over their ancestors in the tree.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.tree_attention.tree_attention`; arguments are not checked.
-
-    Args:
-        q: [B, N, HQ, D].
-        k_cache: [B, S, HK, D].
-        v_cache: [B, S, HK, D].
-        lengths: [B] int32.
-        ancestors: [B or 1, N, W] int32.
-        scale: factor of the scores.
-        num_tree_nodes: T, nodes whose keys and values are in the cache; N if not given.
-        depth: [B or 1, N] int32, needed with `window`.
-        window: how many positions a node sees, its own included; None for all.
-        upcast: compute in float64 and round once; otherwise in the dtype of `q`.
-
-    Returns:
-        [B, N, HQ, D] in the dtype of `q`.
+    Computed in float64 and rounded once; with `upcast=False` in the dtype of `q`.
     """
     num_tree_nodes = q.shape[1] if num_tree_nodes is None else num_tree_nodes
     visible = visible_slots(lengths, ancestors, num_tree_nodes, depth, window)

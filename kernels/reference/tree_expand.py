@@ -15,10 +15,8 @@ def tree_expand(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lay the candidates out on the nodes of a static tree.
 
-    Shapes, dtypes and meaning are those of `specdec.kernels.tree_expand.tree_expand`; arguments are not checked.
-
-    Raises:
-        IndexError: a `row` or `rank` beyond the candidates.
+    Shapes, dtypes and meaning are those of `specdec.kernels.tree_expand.tree_expand`; arguments are not checked. Raises
+    an IndexError for a `row` or `rank` beyond the candidates.
     """
     tokens = root[:, None].repeat(1, row.shape[0])
     drawn = row >= 0
