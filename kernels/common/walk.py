@@ -154,7 +154,7 @@ def cut_verdict(
 
     Args:
         tokens: [B, N] int32, tokens of the nodes.
-        paths: per row the nodes that the rule accepted, from the root (node 0) down; empty for a finished row.
+        paths: per row the nodes that the rule accepted, from the root (node 0) down; of no matter for a finished row.
         last_tokens: per row the token that follows the path.
         max_depth: largest depth of any node.
         budget: [B] int32, tokens that each row may still emit, or None.

@@ -44,13 +44,10 @@ def accept_traversal(
     last = draw(law[torch.arange(len(tokens), device=tokens.device), accepted], uniform_final)
 
     above = parent[0].tolist()
-    budgets = [1] * len(tokens) if budget is None else budget.tolist()
-    paths = []
-    for node, limit in zip(accepted.tolist(), budgets, strict=True):
-        path = [node]
+    paths = [[node] for node in accepted.tolist()]
+    for path in paths:
         while above[path[0]] >= 0:
             path.insert(0, above[path[0]])
-        paths.append(path if limit > 0 else [])
     return cut_verdict(tokens, paths, last.tolist(), max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
 
 
