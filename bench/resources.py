@@ -30,7 +30,6 @@ from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.lm_head_topk import lm_head_topk
 from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
-from specdec.kernels.plan_splits import plan_splits
 from specdec.kernels.rope_kv_write import rope_kv_write
 from specdec.kernels.sample_probs import sample_probs
 from specdec.kernels.skinny_linear import skinny_linear
@@ -116,8 +115,6 @@ def _glue_cases() -> dict[str, Launch]:
         found[_name("tree_rerank", None, tree, torch.int32)] = _tree_rerank(lists, tree)
     for lists in [1, 10]:
         found[_name(f"beam_step_{lists}x10", None, None, torch.int32)] = _beam_step(lists)
-    for batch in [1, 8]:
-        found[_name(f"plan_splits/b{batch}", None, _WIDE, torch.int32)] = _plan_splits(batch, _WIDE)
     return found
 
 
@@ -164,8 +161,8 @@ def _weight_cases() -> dict[str, Launch]:
         found[_name("lm_head_topk_best", model, _WIDE, dtype)] = _lm_head_topk(
             model, _WIDE.num_nodes, dtype, num_heads=1, k=1
         )
-        found[_name("lm_head_topk_sampling", model, _WIDE, dtype)] = _lm_head_topk(
-            model, _WIDE.num_nodes, dtype, num_heads=1, k=32, store_logits=True
+        found[_name("lm_head_topk_lists", model, _WIDE, dtype)] = _lm_head_topk(
+            model, _WIDE.num_nodes, dtype, num_heads=1, k=32
         )
     # a vocabulary that no tile divides, and rows whose stride is no multiple of 16 elements
     odd = replace(LLAMA_2_7B, name="odd-sizes", hidden_size=4095, vocab_size=32001)
@@ -244,16 +241,10 @@ def _beam_step(lists: int) -> Launch:
     )  # fmt: skip
 
 
-def _plan_splits(batch: int, tree: TreeSize) -> Launch:
-    return functools.partial(
-        plan_splits, _int32(batch), num_tree_nodes=tree.num_nodes, block=64, budget=264, max_work=264, backend="triton"
-    )
-
-
 def _tree_expand(tree: TreeSize) -> Launch:
     candidates = torch.empty(1, 4, 10, dtype=torch.int64, device="meta")
     per_node = [_int32(tree.num_nodes) for _ in range(3)]
-    return functools.partial(tree_expand, candidates, _int32(1), _int32(1), *per_node, backend="triton")
+    return functools.partial(tree_expand, candidates, _int32(1), None, *per_node, backend="triton")
 
 
 def _accept_greedy(tree: TreeSize) -> Launch:
@@ -341,17 +332,11 @@ def _lm_head_topk(
     num_heads: int,
     k: int,
     rank: int | None = None,
-    store_logits: bool = False,
 ) -> Launch:
-    """One call; a drafter that asks for the logits samples, so it has a temperature too."""
     x = torch.empty(num_heads, num_rows, model.hidden_size, dtype=dtype, device="meta")
     weight = x.new_empty(num_heads, model.vocab_size, rank or model.hidden_size)
-    return functools.partial(
-        lm_head_topk, x, weight, k=k,
-        down=x.new_empty(num_heads, rank, model.hidden_size) if rank else None,
-        temperature=x.new_empty(num_rows, dtype=torch.float32) if store_logits else None,
-        store_logits=store_logits, backend="triton",
-    )  # fmt: skip
+    down = x.new_empty(num_heads, rank, model.hidden_size) if rank else None
+    return functools.partial(lm_head_topk, x, weight, k=k, down=down, backend="triton")
 
 
 def compile_cases(architecture: Architecture, launches: Mapping[str, Launch]) -> dict[str, CompiledKernel]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from specdec.kernels.kv_compact import kv_compact
     from specdec.kernels.lm_head_topk import lm_head_topk
     from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
-    from specdec.kernels.plan_splits import plan_splits
     from specdec.kernels.rms_norm import add_rms_norm, rms_norm
     from specdec.kernels.rope_kv_write import rope_kv_write
     from specdec.kernels.sample_probs import sample_probs, sample_race, warp_logits
@@ -60,7 +59,6 @@ __all__ = [
     "lm_head_topk",
     "philox_exponential",
     "philox_uniform",
-    "plan_splits",
     "rms_norm",
     "rope_kv_write",
     "sample_probs",

@@ -1,6 +1,6 @@
 """Language-model heads with the k best tokens and the log-sum-exp of every row, exact to the last tie.
 
-Equation:   logits[b, j] = weight[j] h[j, b] / temperature[b],  h = x, or h = down x for heads of low rank
+Equation:   logits[b, j] = weight[j] h[j, b],  h = x, or h = down x for heads of low rank
             tokens[b, j] = the k first tokens in the order (logit descending, token ascending), values their logits
             logsumexp[b, j] = log sum_v exp(logits[b, j, v])
 Source:     log-sum-exp by tiles as in online softmax (Milakov and Gimelshein, arXiv:1805.02867); the k best by a merge
@@ -11,10 +11,8 @@ Shapes:     K heads, B rows, C model width, V vocabulary, r rank, T = ceil(V / 1
             x            [K, B, C]       fp16, bf16 or fp32
             weight       [K or 1, V, C]  as x; one weight may serve all heads. [K or 1, V, r] with `down`
             down         [K, r, C]       as x
-            temperature  [B]             fp32, > 0
             values, tokens      [B, K, k]  fp32, int32
             logsumexp, has_nan  [B, K]     fp32 in nats, bool
-            logits              [B, K, V]  fp32, on request
 Cost:       reads the weights once, 2*K*B*V*C flops; bound by the weights' bytes up to about 180 rows on an H200. The
             logits of one call pass through memory in fp32 unless k = 1; they stay in the L2 cache up to some 100 rows
 Edges:      a NaN logit counts as -inf and sets has_nan; -0.0 equals 0.0 and comes back as 0.0; a row of -inf gives
@@ -29,8 +27,9 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
-from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, needs_upcast, on_device, resolve_backend
+from specdec.kernels.common.primitives import key_token, token_key
 from specdec.kernels.common.topk import TopK
 from specdec.kernels.common.weight_first import weight_first_dot
 from specdec.kernels.reference.lm_head_topk import lm_head_topk as lm_head_topk_reference
@@ -45,7 +44,6 @@ MAX_VOCAB = 1 << 18
 """Largest vocabulary."""
 
 _BLOCK_V = 128
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -55,29 +53,15 @@ def _finite_or_zero(value):
 
 
 @triton.jit
-def _order_key(value, token):
-    """int64 that sorts by value, and at equal values by token from the highest to the lowest."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 has other bits than 0.0
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-
-
-@triton.jit
 def _key_value(key):
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key_token(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["rows_per_weight", "num_heads", "batch"])
 def _lm_head_tiles_kernel(
     x_ptr,  # [H, M, C]: [K, B, C], or [1, K * B, C] if the heads share their weight
     weight_ptr,  # [H, V, C]
-    temperature_ptr,  # [B] or None
     logits_ptr,  # [B, K, V] or None
     tile_max_ptr,  # [B, K, T] fp32
     tile_token_ptr,  # [B, K, T] int32, lowest token with the maximum
@@ -111,18 +95,13 @@ def _lm_head_tiles_kernel(
 
     x_rows = x_ptr + h * stride_xh + start_m.to(tl.int64) * stride_xm + offs_m * stride_xm
     weight_rows = weight_ptr + h * stride_wh + start_v.to(tl.int64) * stride_wv + offs_v * stride_wv
-    logits = weight_first_dot(x_rows, weight_rows, mask_m, mask_v, 0, C, C, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
+    logits = weight_first_dot(x_rows, weight_rows, mask_m, mask_v, 0, C, C, UPCAST, BLOCK_K)
 
     if IS_ROUNDED:
         logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
 
     row = h * rows_per_weight + start_m + offs_m  # k * B + b
-    b = row % batch
-    out_row = b * num_heads + row // batch
-    if temperature_ptr is not None:
-        # as PyTorch divides; Triton's `/` is off by an ulp
-        temperature = tl.load(temperature_ptr + b, mask=mask_m, other=1.0)
-        logits = tl.math.div_rn(logits, tl.broadcast_to(temperature[None, :], [BLOCK_N, BLOCK_M]))
+    out_row = row % batch * num_heads + row // batch
     slots = out_row * tl.num_programs(1) + tile
     is_nan = logits != logits
     tl.store(tile_nan_ptr + slots, tl.max((is_nan & mask_v[:, None]).to(tl.int32), 0) > 0, mask=mask_m)
@@ -165,7 +144,7 @@ def _lm_head_merge_kernel(
     mask_t = offs_t < T
     maximum = tl.load(tile_max_ptr + row * T + offs_t, mask=mask_t, other=float("-inf"))
     first = tl.load(tile_token_ptr + row * T + offs_t, mask=mask_t, other=0)
-    keys = tl.where(mask_t, _order_key(maximum, first), NONE)
+    keys = tl.where(mask_t, token_key(maximum, first), NONE)
 
     total = tl.load(tile_sum_ptr + row * T + offs_t, mask=mask_t, other=0.0)
     offset = _finite_or_zero(tl.max(maximum, 0))
@@ -177,7 +156,7 @@ def _lm_head_merge_kernel(
 
     for place in range(0, TOP):
         best = tl.max(keys, 0)
-        token = _key_token(best)
+        token = key_token(best)
         tl.store(values_ptr + row * TOP + place, _key_value(best))
         tl.store(tokens_ptr + row * TOP + place, token)
         if TOP > 1:
@@ -185,7 +164,7 @@ def _lm_head_merge_kernel(
             vocab = tile * BLOCK_V + offs_v
             logits = tl.load(logits_ptr + row * V + vocab, mask=vocab < V, other=float("-inf"))
             # all up to `best` has been returned, whichever tile it came from; what lies beyond V comes after all of V
-            key = _order_key(logits, vocab)
+            key = token_key(logits, vocab)
             following = tl.max(tl.where(key < best, key, NONE), 0)
             keys = tl.where(offs_t == tile, following, keys)
 
@@ -207,16 +186,25 @@ def _merge_config(num_tiles: int) -> LaunchConfig:
     return LaunchConfig({"BLOCK_V": _BLOCK_V, "BLOCK_T": block_t}, num_warps=1 if block_t <= 512 else 4)
 
 
-@library.op(fake=lambda x, weight, k, store_logits: _empty_topk(x, k, weight.shape[1] if store_logits else None))
+def _empty_topk(x: torch.Tensor, k: int) -> TopK:
+    """Room for the result."""
+    lead, fp32 = (x.shape[1], x.shape[0]), torch.float32
+    return TopK(
+        values=x.new_empty(*lead, k, dtype=fp32),
+        tokens=x.new_empty(*lead, k, dtype=torch.int32),
+        logsumexp=x.new_empty(lead, dtype=fp32),
+        has_nan=x.new_empty(lead, dtype=torch.bool),
+    )
+
+
+@library.op(fake=_empty_topk)
 def lm_head_topk(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
     k: int,
     down: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
     rounded: bool = False,
-    store_logits: bool = False,
     backend: Backend | None = None,
 ) -> TopK:
     """Logits of K heads, their k best tokens and their log-sum-exp.
@@ -229,9 +217,7 @@ def lm_head_topk(
         weight: [K, V, C] or [1, V, C], dtype of `x`, contiguous in C; with `down` the last dimension is r.
         k: tokens per row, 1 <= k <= 32 and k <= V.
         down: [K, r, C], dtype of `x`, contiguous in C: heads of low rank, logits = weight (down x).
-        temperature: [B] float32, positive, which is not checked; divides the logits of a row first of all.
         rounded: round the logits to the dtype of `x` first of all, as a linear layer does; its ties then are ties here.
-        store_logits: return all logits as well.
         backend: "triton" or "reference"; None decides by device.
 
     Returns:
@@ -241,40 +227,24 @@ def lm_head_topk(
         TypeError: a wrong dtype.
         ValueError: shapes that do not fit, a `k` out of range, a vocabulary over 2**18, tensors on several devices.
     """
-    _check(x, weight, k, down, temperature)
+    _check(x, weight, k, down)
     num_heads, batch, _ = x.shape
-    vocab_size = weight.shape[1]
     if resolve_backend(x, backend) == "reference":
-        return lm_head_topk_reference(
-            x,
-            weight,
-            k=k,
-            down=down,
-            temperature=temperature,
-            rounded=rounded,
-            store_logits=store_logits,
-            upcast=False,
-        )
-    best = _empty_topk(x, k, vocab_size if store_logits else None)
+        return lm_head_topk_reference(x, weight, k=k, down=down, rounded=rounded, upcast=False)
+    best = _empty_topk(x, k)
     if batch == 0 or num_heads == 0:
         return best
     h = x if down is None else _project(x, down)
     if weight.shape[0] == 1:
         h = h.reshape(1, num_heads * batch, h.shape[2])
-    # the second best of a tile is looked up in the logits; the best is known without them
-    logits = best.logits
-    if logits is None and k > 1:
-        logits = torch.empty(batch, num_heads, vocab_size, dtype=torch.float32, device=x.device)
-    _launch(h, weight, temperature, logits, best, rounded=rounded)
+    _launch(h, weight, best, rounded=rounded)
     return best
 
 
-def _check(
-    x: torch.Tensor, weight: torch.Tensor, k: int, down: torch.Tensor | None, temperature: torch.Tensor | None
-) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, k: int, down: torch.Tensor | None) -> None:
     """Check the arguments of `lm_head_topk`."""
-    check_tensor("x", x, shape=(None, None, None), dtype=_DTYPES)
-    num_heads, batch, width = x.shape
+    check_tensor("x", x, shape=(None, None, None), dtype=FLOAT_DTYPES)
+    num_heads, _, width = x.shape
     check_tensor("weight", weight, shape=(None, None, None), dtype=x.dtype, device=x.device)
     if weight.shape[0] not in (1, num_heads):
         raise ValueError(f"weight: expected 1 or {num_heads} heads as in x, got shape {list(weight.shape)}")
@@ -287,20 +257,6 @@ def _check(
         raise ValueError(f"weight: expected a vocabulary of at most {MAX_VOCAB}, got {weight.shape[1]}")
     if not 1 <= k <= min(MAX_K, weight.shape[1]):
         raise ValueError(f"k: expected 1 to {min(MAX_K, weight.shape[1])}, got {k}")
-    if temperature is not None:
-        check_tensor("temperature", temperature, shape=(batch,), dtype=torch.float32, device=x.device)
-
-
-def _empty_topk(x: torch.Tensor, k: int, vocab_size: int | None) -> TopK:
-    """Room for the result; for all logits if `vocab_size` is given."""
-    lead = x.shape[1], x.shape[0]
-    return TopK(
-        values=torch.empty(*lead, k, dtype=torch.float32, device=x.device),
-        tokens=torch.empty(*lead, k, dtype=torch.int32, device=x.device),
-        logsumexp=torch.empty(lead, dtype=torch.float32, device=x.device),
-        has_nan=torch.empty(lead, dtype=torch.bool, device=x.device),
-        logits=None if vocab_size is None else torch.empty(*lead, vocab_size, dtype=torch.float32, device=x.device),
-    )
 
 
 def _project(x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -310,32 +266,24 @@ def _project(x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, down.mT)
 
 
-def _launch(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    temperature: torch.Tensor | None,
-    logits: torch.Tensor | None,
-    best: TopK,
-    *,
-    rounded: bool,
-) -> None:
+def _launch(h: torch.Tensor, weight: torch.Tensor, best: TopK, *, rounded: bool) -> None:
     """Fill `best` from h [H, M, C] and weight [H, V, C], where H * M = K * B."""
     num_weights, vocab_size, width = weight.shape
     batch, num_heads, k = best.values.shape
     config = _launch_config(h.shape[1], h.element_size())
     num_tiles = triton.cdiv(vocab_size, _BLOCK_V)
+    # the second best of a tile is looked up in the logits; the best is known without them
+    logits = best.logsumexp.new_empty(batch, num_heads, vocab_size) if k > 1 else None
     tile_max = best.logsumexp.new_empty(batch, num_heads, num_tiles)
     tile_token = best.tokens.new_empty(tile_max.shape)
-    tile_sum, tile_nan = torch.empty_like(tile_max), best.has_nan.new_empty(tile_max.shape)
+    tiles = tile_max, tile_token, torch.empty_like(tile_max), best.has_nan.new_empty(tile_max.shape)
+    sizes = h.shape[1], num_heads, batch, vocab_size, width
+    flags = {"UPCAST": needs_upcast(h), "IS_ROUNDED": rounded}
     with on_device(h):
         _lm_head_tiles_kernel[(triton.cdiv(h.shape[1], config.blocks["BLOCK_M"]), num_tiles, num_weights)](
-            h, weight, temperature, logits, tile_max, tile_token, tile_sum, tile_nan,
-            *h.stride()[:2], *weight.stride()[:2],
-            rows_per_weight=h.shape[1], num_heads=num_heads, batch=batch, V=vocab_size, C=width,
-            UPCAST=h.dtype == torch.bfloat16 and h.device.type == "cpu", IS_ROUNDED=rounded,
-            **config.kwargs(),
-        )  # fmt: skip
+            h, weight, logits, *tiles, *h.stride()[:2], *weight.stride()[:2], *sizes, **flags, **config.kwargs()
+        )
+        results = best.values, best.tokens, best.logsumexp, best.has_nan
         _lm_head_merge_kernel[(batch * num_heads,)](
-            logits, tile_max, tile_token, tile_sum, tile_nan, best.values, best.tokens, best.logsumexp, best.has_nan,
-            V=vocab_size, T=num_tiles, TOP=k, **_merge_config(num_tiles).kwargs(),
-        )  # fmt: skip
+            logits, *tiles, *results, V=vocab_size, T=num_tiles, TOP=k, **_merge_config(num_tiles).kwargs()
+        )

@@ -23,7 +23,6 @@ __all__ = [
     "kv_compact",
     "lm_head_topk",
     "philox_uniform",
-    "plan_splits",
     "rms_norm",
     "rope_kv_write",
     "sample_race",
@@ -269,19 +268,6 @@ def swiglu(*, num_rows: int, width: int, element_bytes: int) -> Cost:
     return Cost(num_bytes=3 * num_rows * width * element_bytes, num_flops=5 * num_rows * width)
 
 
-def plan_splits(*, batch: int, max_work: int) -> Cost:
-    """Cost of plan_splits: the lengths in, the work list and its offsets out.
-
-    Args:
-        batch: B.
-        max_work: entries of the work list.
-
-    Returns:
-        The cost of one call.
-    """
-    return Cost(num_bytes=(batch + 3 * max_work + batch + 1) * _INT32_BYTES)
-
-
 def skinny_linear(
     *, num_rows: int, num_outputs: int, num_columns: int, element_bytes: int, num_matrices: int = 1
 ) -> Cost:
@@ -349,9 +335,8 @@ def lm_head_topk(
     element_bytes: int,
     rank: int | None = None,
     shared_weight: bool = False,
-    store_logits: bool = False,
 ) -> Cost:
-    """Cost of lm_head_topk: weights and states in, the best tokens out; logits only if they are asked for.
+    """Cost of lm_head_topk: weights and states in, the best tokens out.
 
     Args:
         num_heads: K.
@@ -362,7 +347,6 @@ def lm_head_topk(
         element_bytes: size of one element of weights and states.
         rank: r of low-rank heads; None for full rank.
         shared_weight: one weight for all heads.
-        store_logits: all logits are an output, in fp32.
 
     Returns:
         The cost of one call.
@@ -371,7 +355,7 @@ def lm_head_topk(
     down = 0 if rank is None else num_heads * rank * width
     weights = (1 if shared_weight else num_heads) * vocab_size * inner + down
     # values, tokens, log-sum-exp and a flag
-    outputs = rows * (8 * k + 5 + (4 * vocab_size if store_logits else 0))
+    outputs = rows * (8 * k + 5)
     return Cost(
         num_bytes=(weights + rows * width) * element_bytes + outputs,
         num_flops=2 * rows * vocab_size * inner + 2 * batch * down,

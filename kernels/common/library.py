@@ -6,13 +6,12 @@ instead of looking inside. An eager call takes none of that way: it goes to the 
 
 What the schema holds follows from the launcher's signature. Arguments whose names end in `_` are changed in place, as
 everywhere in this package. A dataclass of tensors is flattened to a tuple of its fields, and put together again for the
-caller; a field that may be None is an empty tensor of one dimension in between.
+caller.
 """
 
 import dataclasses
 import functools
 import inspect
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -117,13 +116,9 @@ def _flatten(result: Any) -> Any:
         return None
     if isinstance(result, torch.Tensor):
         return result.contiguous()
-    fields = (
-        [getattr(result, field.name) for field in dataclasses.fields(result)]
-        if dataclasses.is_dataclass(result)
-        else result
-    )
-    like = next(field for field in fields if field is not None)
-    return tuple(like.new_empty(0) if field is None else field.contiguous() for field in fields)
+    if dataclasses.is_dataclass(result):
+        result = [getattr(result, field.name) for field in dataclasses.fields(result)]
+    return tuple(field.contiguous() for field in result)
 
 
 def _restorer(result: Any) -> Callable[[Any], Any]:
@@ -131,10 +126,4 @@ def _restorer(result: Any) -> Callable[[Any], Any]:
     if not dataclasses.is_dataclass(result):
         return lambda flat: flat
     make: Callable[..., Any] = result  # type: ignore[assignment]
-    may_be_none = [type(None) in typing.get_args(field.type) for field in dataclasses.fields(result)]
-
-    def restore(flat: tuple[torch.Tensor, ...]) -> Any:
-        pairs = zip(flat, may_be_none, strict=True)
-        return make(*[None if optional and value.ndim == 1 else value for value, optional in pairs])
-
-    return restore
+    return lambda flat: make(*flat)

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.kernels.common.check import check_num_nodes, check_parent, check_tensor
+from specdec.kernels.common.check import FLOAT_DTYPES, check_num_nodes, check_parent, check_tensor
 from specdec.kernels.common.verdict import Verdict
 
 __all__ = [
-    "FLOAT_DTYPES",
     "RESIDUAL_FLOOR",
     "check_draft_laws",
     "check_logits",
@@ -23,10 +22,8 @@ __all__ = [
     "draw",
     "empty_verdict",
     "softmax_masses",
+    "verdict_fields",
 ]
-
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of logits."""
 
 RESIDUAL_FLOOR = 1e-6
 """Mass, as a share of the target's, below which a residual is rounding error in fp32: the target's law replaces it."""
@@ -141,6 +138,11 @@ def empty_verdict(tokens: torch.Tensor, max_depth: int) -> Verdict:
     )
 
 
+def verdict_fields(verdict: Verdict) -> tuple[torch.Tensor, ...]:
+    """The tensors of a verdict, as kernels take them."""
+    return verdict.path, verdict.num_accepted, verdict.next_root, verdict.emitted
+
+
 def cut_verdict(
     tokens: torch.Tensor,
     paths: Sequence[Sequence[int]],
@@ -154,7 +156,7 @@ def cut_verdict(
 
     Args:
         tokens: [B, N] int32, tokens of the nodes.
-        paths: per row the nodes that the rule accepted, from the root (node 0) down; empty for a finished row.
+        paths: per row the nodes that the rule accepted, from the root (node 0) down; of no matter for a finished row.
         last_tokens: per row the token that follows the path.
         max_depth: largest depth of any node.
         budget: [B] int32, tokens that each row may still emit, or None.
@@ -186,12 +188,11 @@ def cut_verdict(
     )
 
 
-def softmax_masses(logits: torch.Tensor, *, temperature: float = 1.0, upcast: bool = True) -> torch.Tensor:
-    """The law softmax(logits / temperature), not normalised: its largest mass is 1.
+def softmax_masses(logits: torch.Tensor, *, upcast: bool = True) -> torch.Tensor:
+    """The law softmax(logits), not normalised: its largest mass is 1.
 
     Args:
         logits: [..., V] of any float dtype; NaN counts as -inf.
-        temperature: over 0.
         upcast: compute in float64, otherwise in float32.
 
     Returns:
@@ -200,7 +201,7 @@ def softmax_masses(logits: torch.Tensor, *, temperature: float = 1.0, upcast: bo
     x = logits.to(torch.float64 if upcast else torch.float32)
     x = x.masked_fill(x.isnan(), float("-inf"))
     largest = x.amax(-1, keepdim=True)
-    return ((x - largest.masked_fill(largest == float("-inf"), 0.0)) / temperature).exp()
+    return (x - largest.masked_fill(largest == float("-inf"), 0.0)).exp()
 
 
 def draw(masses: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

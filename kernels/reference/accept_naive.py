@@ -23,19 +23,7 @@ def accept_naive(
     """Draw the target's own token at every node and follow it through the tree.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.accept_naive.accept_naive`; arguments are not checked.
-
-    Args:
-        tokens: [B, N] int32.
-        parent: [B or 1, N] int32.
-        logits: [B, N, V].
-        uniform: [B, N].
-        max_depth: largest depth of any node.
-        budget: [B] int32 or None.
-        stop_tokens: [E] int32 or None.
-        upcast: compute in float64, otherwise in float32.
-
-    Returns:
-        The verdict, with B rows.
+    `upcast=False` computes in float32 instead of float64.
     """
     drawn = draw(softmax_masses(logits, upcast=upcast), uniform).int()  # y ~ p, once per node
     return accept_greedy(tokens, parent, drawn, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)

@@ -32,24 +32,7 @@ def accept_rejection(
     """Accept or reject siblings in turn, each against what the ones before it left of the target's law.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.accept_rejection.accept_rejection`; arguments are not
-    checked.
-
-    Args:
-        tokens: [B, N] int32.
-        parent: [B or 1, N] int32.
-        logits: [B, N, V], the target's.
-        draft_logits: [B, M, V], the draft's.
-        draft_row: [N] int32, the draft law that a node's children were drawn from; -1: none.
-        uniform: [B, N], for the test of each node.
-        uniform_final: [B], for the next root.
-        replacement: siblings were drawn with replacement.
-        max_depth: largest depth of any node.
-        budget: [B] int32 or None.
-        stop_tokens: [E] int32 or None.
-        upcast: compute in float64, otherwise in float32.
-
-    Returns:
-        The verdict, with B rows.
+    checked. `upcast=False` computes in float32 instead of float64.
     """
     batch, vocab_size = tokens.shape[0], logits.shape[-1]
     token_rows, uniforms, rows = tokens.tolist(), uniform.tolist(), draft_row.tolist()

@@ -35,25 +35,7 @@ def accept_traversal(
     """Accept the path to one node of a drawn tree, judged as a whole.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.accept_traversal.accept_traversal`; arguments are not
-    checked.
-
-    Args:
-        tokens: [B, N] int32.
-        parent: [1, N] int32.
-        logits: [B, N, V], the target's.
-        draft_logits: [B, M, V], the draft's.
-        draft_row: [N] int32, the draft law that a node's children were drawn from; -1: none.
-        uniform: [B, N], for the test of each node.
-        uniform_final: [B], for the next root.
-        order: [N] int32, the nodes in post-order.
-        steps: not needed here.
-        max_depth: largest depth of any node.
-        budget: [B] int32 or None.
-        stop_tokens: [E] int32 or None.
-        upcast: compute in float64, otherwise in float32.
-
-    Returns:
-        The verdict, with B rows.
+    checked. `steps` is not needed here, and `upcast=False` computes in float32 instead of float64.
     """
     weight, law = traversal_weights(tokens, parent, logits, draft_logits, draft_row, upcast=upcast)
     is_accepted = uniform < weight
@@ -62,13 +44,10 @@ def accept_traversal(
     last = draw(law[torch.arange(len(tokens), device=tokens.device), accepted], uniform_final)
 
     above = parent[0].tolist()
-    budgets = [1] * len(tokens) if budget is None else budget.tolist()
-    paths = []
-    for node, limit in zip(accepted.tolist(), budgets, strict=True):
-        path = [node]
+    paths = [[node] for node in accepted.tolist()]
+    for path in paths:
         while above[path[0]] >= 0:
             path.insert(0, above[path[0]])
-        paths.append(path if limit > 0 else [])
     return cut_verdict(tokens, paths, last.tolist(), max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
 
 

@@ -19,7 +19,6 @@ def accept_typical(
     max_depth: int,
     threshold: float,
     alpha: float,
-    temperature: float = 1.0,
     budget: torch.Tensor | None = None,
     stop_tokens: torch.Tensor | None = None,
     upcast: bool = True,
@@ -27,26 +26,11 @@ def accept_typical(
     """Accept the longest path of tokens that the target finds typical.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.accept_typical.accept_typical`; arguments are not checked.
-
-    Args:
-        tokens: [B, N] int32.
-        parent: [B or 1, N] int32.
-        logits: [B, N, V].
-        uniform: [B], or None for the most probable next root.
-        max_depth: largest depth of any node.
-        threshold: epsilon.
-        alpha: delta, factor of exp(-entropy).
-        temperature: over 0.
-        budget: [B] int32 or None.
-        stop_tokens: [E] int32 or None.
-        upcast: compute in float64, otherwise in float32.
-
-    Returns:
-        The verdict, with B rows.
+    `upcast=False` computes in float32 instead of float64.
     """
     batch, num_nodes = tokens.shape
     parents = parent.expand(batch, -1)
-    p = softmax_masses(logits, temperature=temperature, upcast=upcast)
+    p = softmax_masses(logits, upcast=upcast)
     p = p / p.sum(-1, keepdim=True).clamp(min=1)
     entropy = -torch.xlogy(p, p).sum(-1)  # H
     bound = (alpha * (-entropy).exp()).clamp(max=threshold)

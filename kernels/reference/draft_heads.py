@@ -11,14 +11,8 @@ __all__ = ["draft_heads", "draft_heads_concat"]
 def draft_heads(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, upcast: bool = True) -> torch.Tensor:
     """Residual block of every head: x + SiLU(x W_k^T + b_k).
 
-    Args:
-        x: [B, C], the same for all heads, or [K, B, C].
-        weight: [K, C, C].
-        bias: [K, C].
-        upcast: compute in float64 and round once; otherwise in the dtype of `x`.
-
-    Returns:
-        [K, B, C] in the dtype of `x`.
+    Shapes, dtypes and meaning are those of `specdec.kernels.draft_heads.draft_heads`; arguments are not checked.
+    Computed in float64 and rounded once; with `upcast=False` in the dtype of `x`.
     """
     dtype = torch.float64 if upcast else x.dtype
     state = x.to(dtype).expand(weight.shape[0], -1, -1)
@@ -37,16 +31,8 @@ def draft_heads_concat(
 ) -> torch.Tensor:
     """Residual block on parts side by side: R cat(parts) + r + SiLU(W cat(parts) + b).
 
-    Args:
-        parts: P tensors [M, C].
-        weight: W, [C, P * C].
-        bias: b, [C].
-        residual_weight: R, [C, P * C]; None for the identity, with one part.
-        residual_bias: r, [C], or None.
-        upcast: compute in float64 and round once; otherwise in the dtype of the parts.
-
-    Returns:
-        [M, C] in the dtype of the parts.
+    Shapes, dtypes and meaning are those of `specdec.kernels.draft_heads.draft_heads_concat`; arguments are not checked.
+    Computed in float64 and rounded once; with `upcast=False` in the dtype of the parts.
     """
     x = torch.cat(list(parts), dim=-1)
     dtype = torch.float64 if upcast else x.dtype

@@ -9,12 +9,6 @@ def kv_compact(cache_: torch.Tensor, lengths: torch.Tensor, path: torch.Tensor, 
     """Move the keys and values of the accepted nodes behind the prefix, in place.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.kv_compact.kv_compact`; arguments are not checked.
-
-    Args:
-        cache_: [L, 2, B, S, HK, D], changed in place.
-        lengths: [B] int32.
-        path: [B, P] int32.
-        num_accepted: [B] int32.
     """
     for b, (length, count) in enumerate(zip(lengths.tolist(), num_accepted.tolist(), strict=True)):
         if count > 0:

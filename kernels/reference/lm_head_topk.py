@@ -13,27 +13,13 @@ def lm_head_topk(
     *,
     k: int,
     down: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
     rounded: bool = False,
-    store_logits: bool = False,
     upcast: bool = True,
 ) -> TopK:
     """Logits of K heads, their k best tokens and their log-sum-exp.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.lm_head_topk.lm_head_topk`; arguments are not checked.
-
-    Args:
-        x: [K, B, C].
-        weight: [K or 1, V, C], or [K or 1, V, r] with `down`.
-        k: how many tokens of every row.
-        down: [K, r, C] or None.
-        temperature: [B] fp32 or None.
-        rounded: round the logits to the dtype of `x` first of all.
-        store_logits: return all logits.
-        upcast: compute in float64; otherwise the products in the dtype of `x`, the rest in float32.
-
-    Returns:
-        The best tokens, with B rows of K heads.
+    `upcast=False` computes the products in the dtype of `x`, the rest in float32.
     """
     dtype = x.dtype
     if upcast:
@@ -44,8 +30,6 @@ def lm_head_topk(
         logits = logits.to(dtype).to(logits.dtype)
     if not upcast:
         logits = logits.float()
-    if temperature is not None:
-        logits = logits / temperature[:, None, None]
     is_nan = logits.isnan()
     logits = logits.masked_fill(is_nan, float("-inf")) + 0.0  # -0.0 becomes 0.0, so that no sort tells them apart
     # the only sort of PyTorch that keeps equal values in the order of their tokens; topk leaves it open
@@ -55,5 +39,4 @@ def lm_head_topk(
         tokens=tokens[..., :k].to(torch.int32).contiguous(),
         logsumexp=torch.logsumexp(logits, dim=-1).float(),
         has_nan=is_nan.any(dim=-1),
-        logits=logits.float().contiguous() if store_logits else None,
     )

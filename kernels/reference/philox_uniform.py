@@ -10,14 +10,7 @@ __all__ = ["philox_exponential", "philox_uniform"]
 def philox_uniform(seeds: torch.Tensor, step: torch.Tensor, *, stream: int, count: int) -> torch.Tensor:
     """Uniforms, multiples of 2**-24 in [0, 1).
 
-    Args:
-        seeds: [B] int64 keys.
-        step: [] int64, of which the low 32 bits count.
-        stream: what the numbers are for.
-        count: how many per row.
-
-    Returns:
-        [B, count] float32.
+    Shapes, dtypes and meaning are those of `specdec.kernels.philox_uniform.philox_uniform`; arguments are not checked.
     """
     return (_words(seeds, step, stream, count) >> 8).float() * 2**-24
 
@@ -25,14 +18,8 @@ def philox_uniform(seeds: torch.Tensor, step: torch.Tensor, *, stream: int, coun
 def philox_exponential(seeds: torch.Tensor, step: torch.Tensor, *, stream: int, count: int) -> torch.Tensor:
     """Exponential variates of rate 1, in float64 from all 32 bits of a word, rounded once.
 
-    Args:
-        seeds: [B] int64 keys.
-        step: [] int64, of which the low 32 bits count.
-        stream: what the numbers are for.
-        count: how many per row.
-
-    Returns:
-        [B, count] float32.
+    Shapes, dtypes and meaning are those of `specdec.kernels.philox_uniform.philox_exponential`; arguments are not
+    checked.
     """
     uniform = (_words(seeds, step, stream, count).double() + 0.5) * 2**-32
     return -torch.log1p(-uniform).float()

@@ -8,15 +8,9 @@ __all__ = ["add_rms_norm", "rms_norm"]
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, upcast: bool = True) -> torch.Tensor:
     """Normalise every row by its root mean square.
 
-    Args:
-        x: [..., C].
-        weight: [C].
-        eps: added to the mean square.
-        upcast: compute in float64 and round once; otherwise with the roundings of LlamaRMSNorm, which normalises in
-            float32, rounds to the dtype of `x` and multiplies by the weight.
-
-    Returns:
-        [..., C], dtype of `x`.
+    Shapes, dtypes and meaning are those of `specdec.kernels.rms_norm.rms_norm`; arguments are not checked. Computed in
+    float64 and rounded once; with `upcast=False` with the roundings of LlamaRMSNorm, which normalises in float32,
+    rounds to the dtype of `x` and multiplies by the weight.
     """
     h = x.to(torch.float64 if upcast else torch.float32)
     h = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + eps)
@@ -28,15 +22,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the residual stream, then normalise every row of the sum.
 
-    Args:
-        x: [..., C].
-        residual: [..., C].
-        weight: [C].
-        eps: added to the mean square.
-        upcast: compute in float64 and round each result once; otherwise round the sum to the dtype of `x` first.
-
-    Returns:
-        The normalised sum and the sum, both [..., C] in the dtype of `x`.
+    Shapes, dtypes and meaning are those of `specdec.kernels.rms_norm.add_rms_norm`; arguments are not checked. Computed
+    in float64, each result rounded once; with `upcast=False` the sum is rounded to the dtype of `x` first.
     """
     if not upcast:
         summed = x + residual

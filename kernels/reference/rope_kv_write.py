@@ -19,23 +19,9 @@ def rope_kv_write(
 ) -> torch.Tensor:
     """Rotate queries and keys to their positions, and write keys and values to their slots of the cache.
 
-    Shapes, dtypes and meaning are those of `specdec.kernels.rope_kv_write.rope_kv_write`; arguments are not checked,
-    but an index error is raised for a position or slot out of range.
-
-    Args:
-        q: [B, N, HQ, D].
-        k: [B, N, HK, D].
-        v: [B, N, HK, D].
-        positions: [B, N] int32.
-        cos_sin_table: [P, D] float32.
-        slots: [B, N] int32.
-        k_cache_: [B, S, HK, D], changed in place.
-        v_cache_: [B, S, HK, D], changed in place.
-        upcast: compute in float64 and round once; otherwise with the roundings of transformers' LLaMA, which rounds the
-            table to the dtype of `q` and computes in that dtype.
-
-    Returns:
-        The rotated queries, [B, N, HQ, D].
+    Shapes, dtypes and meaning are those of `specdec.kernels.rope_kv_write.rope_kv_write`; arguments are not checked. An
+    index error is raised for a position or slot out of range. Computed in float64 and rounded once; with `upcast=False`
+    with the roundings of transformers' LLaMA, which rounds the table to the dtype of `q` and computes in that dtype.
     """
     dtype = torch.float64 if upcast else q.dtype
     cos, sin = cos_sin_table[positions.long()].to(dtype)[..., None, :].chunk(2, dim=-1)  # [B, N, 1, D / 2]

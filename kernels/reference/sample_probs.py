@@ -1,5 +1,7 @@
 """Eager reference of kernels.sample_probs: the definition, and what CPU decoding runs."""
 
+from typing import Any
+
 import torch
 
 from specdec.kernels.common.philox import philox
@@ -26,21 +28,7 @@ def warp_logits(
     """Process the logits of every node as transformers processes those of one sequence.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.sample_probs.warp_logits`; arguments are not checked.
-
-    Args:
-        logits: [B, N, V].
-        tokens: [B, N] int32 or None.
-        parent: [B or 1, N] int32 or None.
-        history: [B, H] int32 or None.
-        temperature: over 0.
-        top_k: tokens to keep, or None.
-        top_p: mass to keep, or None.
-        min_p: least share of the largest probability, or None.
-        repetition_penalty: over 0.
-        upcast: compute in float64, otherwise in float32.
-
-    Returns:
-        [B, N, V] float32, -inf outside the kept set.
+    `upcast=False` computes in float32 instead of float64.
     """
     x = logits.to(torch.float64 if upcast else torch.float32)
     x = x.masked_fill(x.isnan(), float("-inf"))
@@ -98,16 +86,7 @@ def sample_race(
     """Draw one token per node by an exponential race.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.sample_probs.sample_race`; arguments are not checked.
-
-    Args:
-        logits: [B, N, V].
-        row_ids: [B] int32.
-        step: [1] int32.
-        seed: key of the generator.
-        upcast: compute in float64, otherwise in float32.
-
-    Returns:
-        [B, N] int32.
+    `upcast=False` computes in float32 instead of float64.
     """
     num_nodes, vocab_size = logits.shape[1:]
     dtype = torch.float64 if upcast else torch.float32
@@ -146,26 +125,10 @@ def sample_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Process the logits of every node and draw one token from each.
 
-    Args:
-        logits: [B, N, V].
-        row_ids: [B] int32.
-        step: [1] int32.
-        tokens: [B, N] int32 or None.
-        parent: [B or 1, N] int32 or None.
-        history: [B, H] int32 or None.
-        seed: key of the generator.
-        temperature: over 0.
-        top_k: tokens to keep, or None.
-        top_p: mass to keep, or None.
-        min_p: least share of the largest probability, or None.
-        repetition_penalty: over 0.
-        upcast: compute in float64, otherwise in float32.
-
-    Returns:
-        Tokens [B, N] int32 and processed logits [B, N, V] float32.
+    Shapes, dtypes and meaning are those of `specdec.kernels.sample_probs.sample_probs`; arguments are not checked.
+    `upcast=False` computes in float32 instead of float64.
     """
-    processed = warp_logits(
-        logits, tokens, parent, history, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, upcast=upcast,
-    )  # fmt: skip
+    filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    law = {"temperature": temperature, "repetition_penalty": repetition_penalty, **filters}
+    processed = warp_logits(logits, tokens, parent, history, **law, upcast=upcast)
     return sample_race(processed, row_ids, step, seed=seed, upcast=upcast), processed

@@ -8,13 +8,8 @@ __all__ = ["skinny_linear"]
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, upcast: bool = True) -> torch.Tensor:
     """Multiply rows by a weight, or H sets of rows by H weights.
 
-    Args:
-        x: [M, K] or [H, M, K].
-        weight: [N, K] or [H, N, K].
-        upcast: compute in float64 and round once; otherwise in the dtype of `x`.
-
-    Returns:
-        [M, N] or [H, M, N] in the dtype of `x`.
+    Shapes, dtypes and meaning are those of `specdec.kernels.skinny_linear.skinny_linear`; arguments are not checked.
+    Computed in float64 and rounded once; with `upcast=False` in the dtype of `x`.
     """
     if not upcast:
         return x @ weight.mT

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from specdec.kernels.common.words import unpack_words
+
 __all__ = ["VisibleSlots", "attend_to", "tree_attention", "visible_slots"]
 
 
@@ -39,7 +41,7 @@ def visible_slots(
     if num_tree_nodes == 1 and window is None:
         return [VisibleSlots(0, length + 1, None) for length in lengths.tolist()]
     batch = lengths.shape[0]
-    tree_mask = _unpack_bits(ancestors, num_tree_nodes).expand(batch, -1, -1)  # [B, N, T]
+    tree_mask = unpack_words(ancestors, num_tree_nodes).expand(batch, -1, -1)  # [B, N, T]
     rows = []
     for b, length in enumerate(lengths.tolist()):
         first = 0 if window is None else max(0, length + 1 - window)  # the root sees back furthest
@@ -106,29 +108,9 @@ def tree_attention(
     """Attention of N tree nodes over the prefix and over their ancestors in the tree.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.tree_attention.tree_attention`; arguments are not checked.
-
-    Args:
-        q: [B, N, HQ, D].
-        k_cache: [B, S, HK, D].
-        v_cache: [B, S, HK, D].
-        lengths: [B] int32.
-        ancestors: [B or 1, N, W] int32.
-        scale: factor of the scores.
-        num_tree_nodes: T, nodes whose keys and values are in the cache; N if not given.
-        depth: [B or 1, N] int32, needed with `window`.
-        window: how many positions a node sees, its own included; None for all.
-        upcast: compute in float64 and round once; otherwise in the dtype of `q`.
-
-    Returns:
-        [B, N, HQ, D] in the dtype of `q`.
+    Computed in float64 and rounded once; with `upcast=False` in the dtype of `q`.
     """
     num_tree_nodes = q.shape[1] if num_tree_nodes is None else num_tree_nodes
     visible = visible_slots(lengths, ancestors, num_tree_nodes, depth, window)
     q, k_cache, v_cache = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     return attend_to(q, k_cache, v_cache, visible, scale=scale, upcast=upcast)
-
-
-def _unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """[..., W] int32 words -> [..., num_bits] bool."""
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :num_bits]

@@ -26,17 +26,6 @@ def beam_step(
     """Choose the best children of a beam.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.tree_rerank.beam_step`; arguments are not checked.
-
-    Args:
-        tokens: [B, M, R] int32 or int64.
-        logps: [B, M, R] float32.
-        beam_logps: [B, M] float32.
-        width: children to choose.
-        first_index: index of the level's first candidate in the pool.
-        logsumexp: [B, M] float32 or None.
-
-    Returns:
-        The next beam, with B rows.
     """
     batch, _, num_ranks = tokens.shape
     own = logps if logsumexp is None else logps - logsumexp[..., None]
@@ -71,17 +60,6 @@ def tree_rerank(
     """Keep the best nodes of a pool of candidates, none without its parent.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.tree_rerank.tree_rerank`; arguments are not checked.
-
-    Args:
-        tokens: [B, M, R] int32 or int64.
-        logps: [B, M, R] float32.
-        parent: [B, M] int32.
-        root: [B] int32.
-        num_nodes: N.
-        max_depth: largest depth of a node.
-
-    Returns:
-        The tree, with B rows.
     """
     batch, num_ranks = tokens.shape[0], tokens.shape[2]
     num_words = (num_nodes + 31) // 32

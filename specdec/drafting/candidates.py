@@ -120,7 +120,3 @@ class Sampled:
             # the order of arrival in an exponential race is that of draws without replacement
             tokens = (laws - numbers.log()).topk(num_ranks, dim=-1).indices
         return Candidates(tokens, laws)
-
-    def next_step(self) -> None:
-        """Begin the streams of the next step."""
-        self._calls = 0

@@ -5,10 +5,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["FORMAT_VERSION", "MAX_NODES", "MAX_RANK", "check_keys", "draw_below", "parse_json", "read_children"]
+from specdec.kernels.common.limits import MAX_NODES
 
-MAX_NODES = 512
-"""Largest tree, root included: what the tree attention kernel accepts."""
+__all__ = ["FORMAT_VERSION", "MAX_NODES", "MAX_RANK", "check_keys", "draw_below", "parse_json", "read_children"]
 
 MAX_RANK = 2**31 - 1
 """Largest rank: ranks travel as int32."""

@@ -39,8 +39,8 @@ def random_call(generator, *, batch=3, num_nodes=9, vocab=40, shared=True, sampl
 def test_matches_the_reference(generator, vocab, dtype, sampled):
     call = random_call(generator, vocab=vocab, dtype=dtype, sampled=sampled)
     limits = random_limits(generator, 3, max_depth=3)
-    verdict = accept_typical(*call, **RULE, temperature=0.7, **limits, backend="triton")
-    assert_same(verdict, reference(*call, **RULE, temperature=0.7, **limits))
+    verdict = accept_typical(*call, **RULE, **limits, backend="triton")
+    assert_same(verdict, reference(*call, **RULE, **limits))
 
 
 def test_decides_as_the_reference_on_many_trees(generator, quick_tiles):
@@ -86,12 +86,10 @@ def test_the_path_is_the_longest_typical_one(data):
     }
     max_depth = data.draw(st.integers(0, 4))
     tokens, parent, logits, _ = random_call(generator, batch=1, num_nodes=num_nodes, vocab=vocab, sampled=False)
-    probs = (logits[0].double() / 0.8).softmax(-1).tolist()
+    probs = logits[0].double().softmax(-1).tolist()
     expected = best_path(tokens[0].tolist(), parent[0].tolist(), probs, **rule, max_depth=max_depth)
 
-    verdict = accept_typical(
-        tokens, parent, logits, None, **rule, temperature=0.8, max_depth=max_depth, backend="triton"
-    )
+    verdict = accept_typical(tokens, parent, logits, None, **rule, max_depth=max_depth, backend="triton")
     assert [node for node in verdict.path[0].tolist() if node >= 0] == expected
     assert verdict.next_root.item() == logits[0, expected[-1]].argmax().item()
     emitted = [tokens[0, node].item() for node in expected[1:]] + [verdict.next_root.item()]
@@ -160,10 +158,10 @@ def test_the_next_root_is_a_sample_of_the_last_node(generator):
         logits,
         torch.rand(num_rows, generator=generator).to(DEVICE),
     )
-    verdict = accept_typical(*call, **RULE, temperature=0.6, max_depth=0, backend="triton")
-    assert_sample_has_law(verdict.next_root, (logits[0, 0].double() / 0.6).softmax(-1))
+    verdict = accept_typical(*call, **RULE, max_depth=0, backend="triton")
+    assert_sample_has_law(verdict.next_root, logits[0, 0].double().softmax(-1))
     with pytest.raises(AssertionError, match="chi-square"):
-        assert_sample_has_law(verdict.next_root, logits[0, 0].double().softmax(-1))
+        assert_sample_has_law(verdict.next_root, (logits[0, 0].double() / 0.6).softmax(-1))
 
 
 def test_the_lowest_of_equal_logits_is_the_next_root():
@@ -236,7 +234,6 @@ def test_a_captured_launch_replays_on_new_inputs(generator):
         ({"tokens": lambda t: t[:, :0]}, ValueError, r"tokens: expected 1 to 512 nodes, root included, got 0"),
         ({"logits": lambda t: t[:1]}, ValueError, r"logits: expected shape \[3, 9, any\], got \[1, 9, 40\]"),
         ({"uniform": lambda t: t[:1]}, ValueError, r"uniform: expected shape \[3\], got \[1\]"),
-        ({"temperature": lambda _: 0.0}, ValueError, r"temperature: expected more than 0, got 0.0"),
         ({"threshold": lambda _: 1.5}, ValueError, r"threshold: expected 0 to 1, got 1.5"),
         ({"alpha": lambda _: -0.1}, ValueError, r"alpha: expected 0 or more, got -0.1"),
         ({"alpha": lambda _: float("nan")}, ValueError, r"alpha: expected 0 or more, got nan"),
@@ -245,7 +242,7 @@ def test_a_captured_launch_replays_on_new_inputs(generator):
 )
 def test_wrong_arguments_are_named(generator, change, error, match):
     args = dict(zip(("tokens", "parent", "logits", "uniform"), random_call(generator), strict=True))
-    args |= {"max_depth": 3, "temperature": 1.0, **RULE}
+    args |= {"max_depth": 3, **RULE}
     for name, function in change.items():
         args[name] = function(args[name])
     with pytest.raises(error, match=match):

@@ -191,7 +191,6 @@ def too_large(name):
         "accept_rejection": {"tokens": nodes, "parent": parent, "logits": floats},
         "accept_traversal": {"tokens": nodes, "parent": parent, "logits": floats},
         "accept_typical": {"tokens": nodes, "parent": parent, "logits": floats},
-        "plan_splits": {"num_tree_nodes": MAX_NODES + 1},
         "sample_probs": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},
         "tree_expand": {"row": nodes[0], "rank": nodes[0], "depth": nodes[0]},
         "tree_rerank": {"num_nodes": MAX_NODES + 1},
@@ -199,7 +198,7 @@ def too_large(name):
     }[name]
 
 
-@pytest.mark.parametrize("name", [*WITH_PARENT, "plan_splits", "tree_expand"])
+@pytest.mark.parametrize("name", [*WITH_PARENT, "tree_expand"])
 def test_more_than_512_nodes_are_refused(name):
     with pytest.raises(ValueError, match=r": expected 1 to 512 nodes, root included, got 513"):
         LAUNCHERS[name](**on_cpu(arguments_of(name, **too_large(name))))

@@ -140,17 +140,6 @@ def test_a_function_of_several_ops_is_exported_saved_and_loaded(strict):
     assert_same(torch.export.load(file).module()(*step_inputs()), expected)
 
 
-def test_an_absent_field_is_none_again():
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def logits(x, weight, store_logits):
-        return LAUNCHERS["lm_head_topk"](x, weight, k=2, store_logits=store_logits).logits
-
-    (x, weight), _ = call_of("lm_head_topk")
-    torch.compiler.reset()
-    assert logits(x, weight, False) is None
-    assert logits(x, weight, True).shape == (3, 2, 20)
-
-
 def test_results_are_contiguous_as_the_shape_functions_promise():
     """Whatever layout eager PyTorch picks inside a reference: compiled code relies on the strides it was told."""
     turned = rand(3, 4).t()

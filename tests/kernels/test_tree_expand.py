@@ -75,6 +75,14 @@ def test_a_tree_of_the_root_alone_needs_no_candidates():
         assert positions.tolist() == [[3], [9]]
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_without_lengths_there_are_no_positions(generator, backend):
+    args = random_call(generator, num_nodes=40)
+    tokens, positions = tree_expand(**args | {"lengths": None}, backend=backend)
+    assert torch.equal(tokens, reference(**args)[0])
+    assert positions.shape == (2, 0)
+
+
 def test_strided_candidates_are_read_in_place(generator):
     args = random_call(generator, lists=3, ranks=4)
     wide = torch.randint(0, 32000, (2, 6, 9), generator=generator).to(DEVICE)

@@ -3,7 +3,7 @@
 import torch
 
 
-def torch_tiles(logits, config, *, budget=None, inv_temperature=1.0, moment=False):
+def torch_tiles(logits, config, *, budget=None, moment=False):
     num_tiles, block = config.blocks["NUM_TILES"], config.blocks["BLOCK_V"]
     x = logits.float().masked_fill(logits.isnan(), float("-inf"))
     if budget is not None:
@@ -11,7 +11,7 @@ def torch_tiles(logits, config, *, budget=None, inv_temperature=1.0, moment=Fals
     x = torch.nn.functional.pad(x, (0, num_tiles * block - x.shape[-1]), value=float("-inf"))
     x = x.unflatten(-1, (num_tiles, block))
     largest = x.amax(-1)
-    scaled = (x - largest.masked_fill(largest == float("-inf"), 0.0)[..., None]) * inv_temperature
-    e = scaled.exp()
-    moments = torch.where(e > 0, scaled, 0.0).mul(e).sum(-1) if moment else None
+    shifted = x - largest.masked_fill(largest == float("-inf"), 0.0)[..., None]
+    e = shifted.exp()
+    moments = torch.where(e > 0, shifted, 0.0).mul(e).sum(-1) if moment else None
     return largest.contiguous(), e.sum(-1), moments
