@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.bench.compiled.compile_only import CompiledKernel, compile_launches
-from specdec.bench.resources import ARCHITECTURES, cases, compare, read_table
+from specdec.bench.resources import ARCHITECTURES, cases, compare, read_table, table_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SM_90A = ARCHITECTURES["sm_90a"]
@@ -57,6 +57,14 @@ def test_every_op_is_in_the_tables(architecture):
     assert kernels & references <= {name.split("/")[0] for name in cases()}
     _, table = read_table(architecture)
     assert {name.split(" ")[0] for name in table} == set(cases())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_tables_are_as_the_writer_writes_them(architecture):
+    text = (ROOT / "bench" / "compiled" / "tables" / f"{architecture}.json").read_text()
+    version, table = read_table(architecture)
+    assert text == table_text(version, table)
+    assert len(text.splitlines()) == len(table) + 5
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")
