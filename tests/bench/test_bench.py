@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specdec.bench import small_m
 from specdec.bench.common import cost, machine, provenance, shapes, timing
 from specdec.bench.common.cost import H200, Cost, Machine
 from specdec.bench.common.harness import BenchOp, Call, Provider, WrongResultError
@@ -138,8 +139,9 @@ def test_a_provider_for_gpus_is_skipped_without_one(monkeypatch):
         op.run(benchmark, "gpu", SHAPE)
     assert benchmark.extra_info == {}
     machine.measure_machine.cache_clear()
-    with pytest.raises(RuntimeError, match="expected an NVIDIA GPU"):
-        machine.measure_machine()
+    for measure in (machine.measure_machine, lambda: small_m.main(["--output", "nowhere"])):
+        with pytest.raises(RuntimeError, match="expected an NVIDIA GPU"):
+            measure()
 
 
 def test_an_op_needs_a_reference_among_its_providers():
@@ -288,6 +290,55 @@ def test_provenance_says_where_a_number_comes_from():
     assert (record["driver"] is None) is not HAS_GPU
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert record["git_sha"] == (head.stdout.strip() if head.returncode == 0 else None)
+
+
+BENCHMARKS = """
+import os
+def bench_right(benchmark):
+    benchmark.extra_info["p50_us"] = 7.0
+    benchmark(lambda: None)
+def bench_wrong(benchmark): assert 1 == 2, "not the definition's result"
+def bench_lost(benchmark): os._exit(9)
+"""
+
+
+def test_a_benchmark_that_dies_keeps_what_was_measured(tmp_path):
+    (tmp_path / "bench_x.py").write_text(BENCHMARKS)
+    options = [
+        "-o",
+        "python_files=bench_*.py",
+        "-o",
+        "python_functions=bench_*",
+        "-p",
+        "specdec.bench.kernels.conftest",
+    ]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    subprocess.run([*command, "--records", tmp_path / "x.jsonl", tmp_path / "bench_x.py"], capture_output=True)
+    right, wrong = map(json.loads, (tmp_path / "x.jsonl").read_text().splitlines())
+    assert (right["name"], right["p50_us"]) == ("bench_right", 7.0)
+    assert wrong["name"] == "bench_wrong"
+    assert "not the definition's result" in wrong["failure"]
+    assert right["provenance"].keys() >= {"git_sha", "device", "torch", "triton", "argv", "utc"}
+
+
+def test_the_usual_step_is_measured_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = [str(shape) for shape in shapes.step_shapes()]
+    assert names[:3] == [f"{model.name}-b1-n64-ctx2048" for model in shapes.MODELS]
+    assert len(set(names)) == 3 * 4 * 4 * 3
+
+
+def test_the_matrices_of_a_model_hold_its_weights():
+    sizes = small_m.matrices(shapes.LLAMA_2_7B)
+    per_layer = sum(outputs * inputs for name, (outputs, inputs) in sizes.items() if name != "lm_head")
+    assert 32 * per_layer + 2 * 32000 * 4096 == pytest.approx(6.74e9, rel=1e-2)
+    assert small_m.linear_cost(2, 3, 5, 2) == small_m.Cost(num_bytes=2 * (15 + 10 + 6), num_flops=60)
+
+
+def test_the_machine_is_described():
+    described = machine.describe_machine()
+    assert described["packages"]["torch"] == torch.__version__
+    assert described["tools"].keys() == {"compute-sanitizer", "ncu", "nvcc"}
 
 
 def test_all_kernel_benchmarks_run_without_a_gpu(tmp_path):

@@ -17,7 +17,7 @@ from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, rando
 from specdec.bench.decoding.synthetic import PROFILES, AcceptanceProfile, SyntheticAcceptance, leftmost_path
 from specdec.bench.decoding.timeline import middle_steps, timeline_svg
 from specdec.bench.decoding.traffic import count_reads, step_bytes
-from specdec.bench.summary import summarize
+from specdec.bench.on_gpu import summarize
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import AcceptanceStats
 from specdec.models.target.target import Target
@@ -332,10 +332,8 @@ def test_the_command_measures_the_bundled_model(tmp_path, capsys):
     assert "real acceptance" in shown
     for model, context in (("tiny", 24), ("bundled", "of")):
         assert (tmp_path / f"{model}-b2-ctx{context}.svg").read_text().startswith("<svg")
-    stage = {
-        "bench": "stage", "stage": "decode", "status": "done", "run": "now", "minutes": 1, "wall_s": 1, "limit_s": 2,
-        "provenance": records[0]["provenance"],
-    }  # fmt: skip
+    stage = {"bench": "stage", "stage": "decode", "status": "done", "detail": "", "commands": {}, "run": "now"}
+    stage |= {"minutes": 1, "wall_s": 1, "limit_s": 2, "provenance": records[0]["provenance"]}
     page = summarize([*records, stage])
     assert "**synthetic acceptance (steady-75)**" in page
     assert "transformers compiles generate on an accelerator only" in page
