@@ -6,6 +6,7 @@ A machine without a GPU gets the tiny shapes only: its times are no claim, they 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -144,6 +145,22 @@ class StepShape:
     def __str__(self) -> str:
         """Name of the benchmark: model, batch, nodes and context."""
         return f"{self.model.name}-b{self.batch}-n{self.tree.num_nodes}-ctx{self.context}"
+
+    def sizes(self, *names: str) -> dict[str, Any]:
+        """Some sizes (int) by the names that cost functions have for them; what is not a step's is its model's."""
+        own = {"batch": self.batch, "context": self.context, "element_bytes": self.dtype.itemsize}
+        own |= {"num_nodes": self.tree.num_nodes, "num_rows": self.batch * self.tree.num_nodes}
+        own |= {"max_depth": self.tree.max_depth, "width": self.model.hidden_size}
+        return {name: own[name] if name in own else getattr(self.model, name) for name in names}
+
+    def normal(self, generator: torch.Generator, *size: int) -> torch.Tensor:
+        """[size] of the step's dtype, normal random numbers on the generator's device."""
+        return torch.randn(size, generator=generator, device=generator.device, dtype=self.dtype)
+
+    def random_tokens(self, generator: torch.Generator, *size: int) -> torch.Tensor:
+        """[size] int32, random tokens on the generator's device."""
+        high = self.model.vocab_size
+        return torch.randint(high, size, generator=generator, device=generator.device, dtype=torch.int32)
 
 
 def step_shapes(

@@ -5,17 +5,13 @@ Question: does the plan stay under 3 us, without a synchronisation?
     pytest bench/kernels/bench_plan_splits.py --benchmark-only
 """
 
-import functools
-from typing import Any
-
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.harness import BenchOp, Call, cases
 from specdec.bench.common.shapes import StepShape
 from specdec.kernels.plan_splits import plan_splits
-from specdec.kernels.reference.plan_splits import plan_splits as plan_splits_reference
+from specdec.kernels.reference.plan_splits import plan_splits as reference
 
 BLOCK = 64  # slots of one key tile
 BUDGET = 264  # two programs for each of the 132 multiprocessors of an H200
@@ -56,22 +52,13 @@ def search_in_torch(
     return torch.where(live[:, None], work, nothing), offsets
 
 
-OP = BenchOp(
-    name="plan_splits",
+OP = BenchOp.of(
+    plan_splits,
+    reference,
     make=make_inputs,
-    definition=plan_splits_reference,
-    providers={
-        "reference": Provider(plan_splits_reference, capturable=False),
-        "search_in_torch": Provider(search_in_torch),
-        "triton": Provider(functools.partial(plan_splits, backend="triton"), needs_gpu=True),
-    },
+    others={"search_in_torch": search_in_torch},
+    waits=True,
     cost=lambda shape: cost.plan_splits(batch=shape.batch, max_work=BUDGET),
+    shapes=shapes.step_shapes(models=[shapes.LLAMA_2_7B], trees=shapes.TREES[2:3], contexts=[2048, 8192]),
 )
-SHAPES = shapes.step_shapes(models=[shapes.LLAMA_2_7B], trees=shapes.TREES[2:3], contexts=[2048, 8192])
-
-
-@pytest.mark.parametrize("provider", OP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_plan_splits(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OP.run(benchmark, provider, shape)
+bench_plan_splits = cases(OP)
