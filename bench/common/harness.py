@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -37,7 +36,7 @@ from specdec.bench.common.cost import H200, Cost, Machine
 from specdec.bench.common.machine import measure_machine
 from specdec.bench.common.provenance import provenance
 from specdec.bench.common.shapes import StepShape
-from specdec.bench.common.timing import CPU_TIMING, ROUNDS, WARMUP_ROUNDS, Call, time_on_gpu
+from specdec.bench.common.timing import CPU_TIMING, ROUNDS, WARMUP_ROUNDS, Call, quantiles, time_on_gpu
 
 __all__ = ["BenchOp", "Call", "Provider", "WrongResultError", "cases", "compiled", "eager"]
 
@@ -237,17 +236,14 @@ def cases(ops: BenchOp | Mapping[str, BenchOp]) -> Callable[..., None]:
 
 def _figures(times_us: list[float], cost: Cost, machine: Machine, *, measured: bool) -> dict[str, Any]:
     """Quantiles, cost and roofline; a percentage only on the machine itself, no quantiles if nothing was timed."""
-    floor_us = cost.roofline_us(machine)
-    p20, p50, p80 = np.percentile(times_us, [20, 50, 80]).tolist() if times_us else (None, None, None)
+    floor_us, found = cost.roofline_us(machine), quantiles(times_us)
     return {
-        "p20_us": p20,
-        "p50_us": p50,
-        "p80_us": p80,
+        **found,
         "bytes": cost.num_bytes,
         "flops": cost.num_flops,
         "roofline_us": floor_us,
         "roofline_machine": machine.name,
-        "percent_of_roofline": 100 * floor_us / p50 if measured and p50 else None,
+        "percent_of_roofline": 100 * floor_us / found["p50_us"] if measured and found["p50_us"] else None,
     }
 
 
