@@ -15,7 +15,6 @@ lists it, and `--only` runs it again.
 
 import argparse
 import json
-import math
 import os
 import shutil
 import signal
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ import torch
 
 from specdec.bench.common.provenance import append_record, provenance
 from specdec.bench.common.shapes import BATCHES, CONTEXTS, MODELS
+from specdec.bench.common.tables import Record, decode_tables, groups, number, table
 
 __all__ = ["Stage", "collect", "main", "plan", "run_stages", "stages", "summarize"]
 
@@ -51,8 +51,6 @@ _MOST_TELLING = (
     *("kv_compact", "accept_greedy", "tree_expand", "accept_traversal", "accept_rejection", "accept_typical"),
     *("accept_naive",),
 )
-
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +219,9 @@ def _run(command: Sequence[str], log: Path, limit_s: float, running: list[Any]) 
 
 def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """Interrupt a process and its children, which lets pytest write what it has, then kill them."""
-    for number, patience_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, None)):
+    for wish, patience_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, None)):
         if process.poll() is None:
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, wish)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(patience_s)
 
@@ -303,24 +301,6 @@ def summarize(records: Sequence[Record]) -> str:
     return page
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows by the headings of their columns."""
-    lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else ()
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3g}"
-
-
-def _groups(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
-    """The records by their values of some keys, in the order of the first of each."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        found.setdefault(tuple(record[key] for key in keys), []).append(record)
-    return found
-
-
 def _show_machine(records: Sequence[Record]) -> str:
     text = ""
     for found in records:
@@ -328,7 +308,7 @@ def _show_machine(records: Sequence[Record]) -> str:
             copy, product = found["bytes_per_s"] / 1e12, found["flops_per_s"] / 1e12
             row = {"copy, read and written": f"{copy:.3g} TB/s", "bf16 product": f"{product:.4g} TFLOP/s"}
             row |= {"kernel of a chain": f"{found['graph_gap_us']:.3g} us", "timing": found["timing"]}
-            text = _table([row])
+            text = table([row])
     return text
 
 
@@ -343,20 +323,20 @@ def _show_small_m(records: Sequence[Record]) -> str:
     measured = any(record["percent_of_bandwidth"] is not None for record in records)
     what, key = ("Percent of the copy bandwidth", "percent_of_bandwidth") if measured else ("Times in us", "p50_us")
     rows = []
-    for (model, matrix), found in _groups(records, "model", "matrix").items():
+    for (model, matrix), found in groups(records, "model", "matrix").items():
         by_count = {record["num_rows"]: record[key] for record in found}
-        cells = {f"M = {m}": _number(by_count.get(m)) for m in sorted({record["num_rows"] for record in records})}
+        cells = {f"M = {m}": number(by_count.get(m)) for m in sorted({record["num_rows"] for record in records})}
         rows.append({"model": model, "matrix": matrix, **cells})
-    return f"{what}.\n\n{_table(rows)}"
+    return f"{what}.\n\n{table(rows)}"
 
 
 def _show_kernels(records: Sequence[Record]) -> str:
     rows, left_out = [], 0
-    for (op,), of_op in _groups((record for record in records if "failure" not in record), "op").items():
-        shapes = [*_groups(of_op, "shape").values()]
+    for (op,), of_op in groups((record for record in records if "failure" not in record), "op").items():
+        shapes = [*groups(of_op, "shape").values()]
         rows += [{"op": op, "shape": found[0]["shape"], **_comparison(found)} for found in shapes[:_MAX_ROWS]]
         left_out += len(shapes[_MAX_ROWS:])
-    text = _table(rows) + (f"\n{left_out} more shapes are in records.jsonl.\n" if left_out else "")
+    text = table(rows) + (f"\n{left_out} more shapes are in records.jsonl.\n" if left_out else "")
     failed = [record for record in records if "failure" in record]
     return text + "".join(f"\n- no figure: `{r['name']}`: {r['failure'].splitlines()[0]}" for r in failed) + "\n"
 
@@ -370,28 +350,12 @@ def _comparison(found: Sequence[Record]) -> dict[str, str]:
     how = "" if captured else ", not captured"
     our_us = ours.get("p50_us")
     return {
-        "ours, us": _number(our_us),
-        "best other, us": f"{_number(best['p50_us'])} ({best['provider']}{how})" if best else "-",
-        "other / ours": _number(best["p50_us"] / our_us if best and our_us else None),
-        "roofline, us": _number(found[0]["roofline_us"]),
-        "ours, % of roofline": _number(ours.get("percent_of_roofline")),
+        "ours, us": number(our_us),
+        "best other, us": f"{number(best['p50_us'])} ({best['provider']}{how})" if best else "-",
+        "other / ours": number(best["p50_us"] / our_us if best and our_us else None),
+        "roofline, us": number(found[0]["roofline_us"]),
+        "ours, % of roofline": number(ours.get("percent_of_roofline")),
     }
-
-
-def _show_decode(records: Sequence[Record]) -> str:
-    columns = {"tokens per s": "tokens_per_second", "speedup": "speedup", "tau": "tau", "speedup / tau": "efficiency"}
-    columns |= {"step, ms": "step_ms", "% of its floor": "percent_of_floor"}
-    tables = []
-    for names, cell in _groups(records, "model", "dtype", "batch", "context", "acceptance").items():
-        rows = []
-        for record in cell:
-            figures = {heading: _number(record.get(key)) for heading, key in columns.items()}
-            near_ties = f"{len(record.get('divergences', ()))} near-ties"
-            text = record.get("missing") or ("identical" if record["identical"] else near_ties)
-            rows.append({"arm": record["arm"], **figures, "text": text})
-        title = "{}, {}, batch {}, context {}, greedy, **{}**".format(*names)
-        tables.append(f"{title}\n\n{_table(rows)}")
-    return "\n".join(tables)
 
 
 def _show_stages(records: Sequence[Record]) -> str:
@@ -402,7 +366,7 @@ def _show_stages(records: Sequence[Record]) -> str:
         undone = ", ".join(f"{name} ({end})" for name, end in record["commands"].items() if end != "done")
         notes += f"\n- {stage}: {status}: {undone or detail}\n" if status != "done" else ""
         notes += f"\n```\n{detail}\n```\n" if status == "failed" else ""
-    return _table(rows) + notes
+    return table(rows) + notes
 
 
 _SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
@@ -411,7 +375,7 @@ _SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "small_m": ("Linear layers of the library", _show_small_m),
     "kernel": ("Kernels", _show_kernels),
     "race_check": ("Races", lambda records: "".join(f"- {record['verdict']}\n" for record in records)),
-    "decode": ("Decoding", _show_decode),
+    "decode": ("Decoding", decode_tables),
     "stage": ("Stages", _show_stages),
 }
 

@@ -153,7 +153,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "hydra": _network(Hydra, HydraNetwork, HydraConfig.for_target),
     "parallelspec_medusa": _network(ParallelSpec, ParallelSpecNetwork, ParallelSpecConfig.for_target, variant="medusa"),
     "draft_model": _small_model,
-    "lookahead": lambda target: Lookahead(),  # noqa: ARG005 - makers take a target
-    "prompt_lookup": lambda target: PromptLookup(),  # noqa: ARG005 - makers take a target
+    "lookahead": lambda _target: Lookahead(),
+    "prompt_lookup": lambda _target: PromptLookup(),
 }
 """Makers of drafters by name, the most telling first."""
