@@ -7,6 +7,8 @@ is a pass of one program over the vocabulary?
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -57,19 +59,26 @@ def make_inputs(rejecting: bool, shape: StepShape, generator: torch.Generator) -
     )
 
 
-OPS = {
-    kind: BenchOp.of(
-        accept_rejection,
-        reference,
-        name=f"accept_rejection_{kind}",
-        make=functools.partial(make_inputs, kind == "rejecting"),
-        others={},
-        waits=True,
-        cost=lambda shape: cost.accept_rejection(
-            **shape.sizes(*LAW_SIZES), num_draft_laws=len(inner_nodes(shape)), element_bytes=4
-        ),
-        shapes=SHAPES,
-    )
-    for kind in ("usual", "rejecting")
-}
+def usual_and_rejecting(
+    op: Callable[..., Any], reference: Callable[..., Any], make: Callable[..., Call], cost_of: Callable[..., cost.Cost]
+) -> dict[str, BenchOp]:
+    """An acceptance rule of two laws, with usual uniforms and with rejecting ones."""
+    return {
+        kind: BenchOp.of(
+            op,
+            reference,
+            name=f"{op.__name__}_{kind}",
+            make=functools.partial(make, kind == "rejecting"),
+            others={},
+            waits=True,
+            cost=lambda shape: cost_of(
+                **shape.sizes(*LAW_SIZES), num_draft_laws=len(inner_nodes(shape)), element_bytes=4
+            ),
+            shapes=SHAPES,
+        )
+        for kind in ("usual", "rejecting")
+    }
+
+
+OPS = usual_and_rejecting(accept_rejection, reference, make_inputs, cost.accept_rejection)
 bench_accept_rejection = cases(OPS)

@@ -6,16 +6,13 @@ launch of its own, beside many depths?
     pytest bench/kernels/bench_accept_traversal.py --benchmark-only
 """
 
-import functools
-
 import torch
 
 from specdec.bench.common import cost
-from specdec.bench.common.harness import BenchOp, Call, cases
+from specdec.bench.common.harness import Call, cases
 from specdec.bench.common.shapes import StepShape
 from specdec.bench.kernels import bench_accept_rejection
-from specdec.bench.kernels.bench_accept_naive import LAW_SIZES, SHAPES
-from specdec.bench.kernels.bench_accept_rejection import inner_nodes
+from specdec.bench.kernels.bench_accept_rejection import usual_and_rejecting
 from specdec.kernels.accept_traversal import accept_traversal
 from specdec.kernels.reference.accept_traversal import accept_traversal as reference
 from specdec.trees.shape import TreeShape
@@ -31,19 +28,5 @@ def make_inputs(rejecting: bool, shape: StepShape, generator: torch.Generator) -
     return Call(args=(*call.args, tables.order, tables.steps), kwargs={"max_depth": shape.tree.max_depth})
 
 
-OPS = {
-    kind: BenchOp.of(
-        accept_traversal,
-        reference,
-        name=f"accept_traversal_{kind}",
-        make=functools.partial(make_inputs, kind == "rejecting"),
-        others={},
-        waits=True,
-        cost=lambda shape: cost.accept_traversal(
-            **shape.sizes(*LAW_SIZES), num_draft_laws=len(inner_nodes(shape)), element_bytes=4
-        ),
-        shapes=SHAPES,
-    )
-    for kind in ("usual", "rejecting")
-}
+OPS = usual_and_rejecting(accept_traversal, reference, make_inputs, cost.accept_traversal)
 bench_accept_traversal = cases(OPS)
