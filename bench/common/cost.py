@@ -157,8 +157,7 @@ def rms_norm(*, num_rows: int, width: int, element_bytes: int, residual: bool = 
     rows_moved = 4 if residual else 2
     flops_per_element = 5 if residual else 4  # (add,) square, add to the sum, scale, weight
     return Cost(
-        num_bytes=(rows_moved * num_rows + 1) * width * element_bytes,
-        num_flops=flops_per_element * num_rows * width,
+        num_bytes=(rows_moved * num_rows + 1) * width * element_bytes, num_flops=flops_per_element * num_rows * width
     )
 
 
@@ -185,8 +184,7 @@ def rope_kv_write(*, num_tokens: int, num_heads: int, num_kv_heads: int, head_di
     moved = 2 * (num_heads + 2 * num_kv_heads) * head_dim * element_bytes
     table = head_dim * 4 + 2 * _INT32_BYTES
     return Cost(
-        num_bytes=num_tokens * (moved + table),
-        num_flops=3 * num_tokens * (num_heads + num_kv_heads) * head_dim,
+        num_bytes=num_tokens * (moved + table), num_flops=3 * num_tokens * (num_heads + num_kv_heads) * head_dim
     )
 
 
@@ -279,13 +277,7 @@ def accept_typical(*, batch: int, num_nodes: int, max_depth: int, vocab_size: in
 
 
 def accept_rejection(
-    *,
-    batch: int,
-    num_nodes: int,
-    num_draft_laws: int,
-    max_depth: int,
-    vocab_size: int,
-    element_bytes: int,
+    *, batch: int, num_nodes: int, num_draft_laws: int, max_depth: int, vocab_size: int, element_bytes: int
 ) -> Cost:
     """Cost of accept_rejection: both laws of every inner node, the target's of every leaf, and a walk.
 
@@ -300,13 +292,7 @@ def accept_rejection(
 
 
 def accept_traversal(
-    *,
-    batch: int,
-    num_nodes: int,
-    num_draft_laws: int,
-    max_depth: int,
-    vocab_size: int,
-    element_bytes: int,
+    *, batch: int, num_nodes: int, num_draft_laws: int, max_depth: int, vocab_size: int, element_bytes: int
 ) -> Cost:
     """Cost of accept_traversal: both laws of every inner node, the target's of every leaf, two tables, and a walk.
 
@@ -342,7 +328,4 @@ def philox_uniform(*, batch: int, count: int, exponential: bool = False) -> Cost
     """
     num_numbers = batch * count
     flops_per_number = 4 if exponential else 1  # (add, scale, difference, logarithm), or scale
-    return Cost(
-        num_bytes=(batch + 1) * _INT64_BYTES + num_numbers * 4,
-        num_flops=flops_per_number * num_numbers,
-    )
+    return Cost(num_bytes=(batch + 1) * _INT64_BYTES + num_numbers * 4, num_flops=flops_per_number * num_numbers)
