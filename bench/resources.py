@@ -73,25 +73,22 @@ Launch = Callable[[], Any]
 def cases() -> dict[str, Launch]:
     """Launches to compile, by name; each runs its op once on meta tensors."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    attention = [
-        (LLAMA_2_7B, _PLAIN, bf16),
-        (LLAMA_2_7B, _NARROW, bf16),
-        (LLAMA_2_7B, _WIDE, bf16),
-        (LLAMA_2_7B, _WIDE, fp16),
-        (LLAMA_3_8B, _PLAIN, bf16),
-        (LLAMA_3_8B, _WIDE, bf16),
-        (VICUNA_13B, _WIDE, bf16),
-        (TINY, _PLAIN, fp32),
-        (TINY, _WIDE, fp16),
-        (_HEAD_DIM_80, _WIDE, bf16),
-        (_HEAD_DIM_256, _WIDE, bf16),
-        (_HEAD_DIM_256, _WIDE, fp32),
+    mistral = replace(LLAMA_3_8B, name="Mistral-7B-window")
+    attention: list[tuple[ModelShape, TreeSize, torch.dtype]] = [
+        *[
+            (LLAMA_2_7B, _PLAIN, bf16),
+            (LLAMA_2_7B, _NARROW, bf16),
+            (LLAMA_2_7B, _WIDE, bf16),
+            (LLAMA_2_7B, _WIDE, fp16),
+        ],
+        *[(LLAMA_3_8B, _PLAIN, bf16), (LLAMA_3_8B, _WIDE, bf16), (mistral, _WIDE, bf16), (VICUNA_13B, _WIDE, bf16)],
+        *[(TINY, _PLAIN, fp32), (TINY, _WIDE, fp16)],
+        *[(_HEAD_DIM_80, _WIDE, bf16), (_HEAD_DIM_256, _WIDE, bf16), (_HEAD_DIM_256, _WIDE, fp32)],
     ]
     found: dict[str, Launch] = {}
     for model, tree, dtype in attention:
-        found[_name("tree_attention", model, tree, dtype)] = _tree_attention(model, tree, dtype)
-    mistral = replace(LLAMA_3_8B, name="Mistral-7B-window")
-    found[_name("tree_attention", mistral, _WIDE, bf16)] = _tree_attention(mistral, _WIDE, bf16, window=4096)
+        window = 4096 if model is mistral else None
+        found[_name("tree_attention", model, tree, dtype)] = _tree_attention(model, tree, dtype, window)
     for model, dtype in _IN_THEIR_DTYPES:
         found[_name("kv_compact", model, _WIDE, dtype)] = _kv_compact(model, _WIDE, dtype)
         found[_name("rms_norm", model, None, dtype)] = _rms_norm(model, dtype)

@@ -14,32 +14,10 @@ A function returns the cost of one call; for an op of a layer, of one layer. Siz
 
 from dataclasses import dataclass
 
-__all__ = [
-    "H200",
-    "Cost",
-    "Machine",
-    "accept_greedy",
-    "accept_naive",
-    "accept_rejection",
-    "accept_traversal",
-    "accept_typical",
-    "beam_step",
-    "draft_heads",
-    "draft_heads_concat",
-    "kv_compact",
-    "lm_head_topk",
-    "philox_uniform",
-    "plan_splits",
-    "rms_norm",
-    "rope_kv_write",
-    "sample_race",
-    "skinny_linear",
-    "swiglu",
-    "tree_attention",
-    "tree_expand",
-    "tree_rerank",
-    "warp_logits",
-]
+__all__ = ["H200", "Cost", "Machine", "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal"]
+__all__ += ["accept_typical", "beam_step", "draft_heads", "draft_heads_concat", "kv_compact", "lm_head_topk"]
+__all__ += ["philox_uniform", "plan_splits", "rms_norm", "rope_kv_write", "sample_race", "skinny_linear", "swiglu"]
+__all__ += ["tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
 
 _INT32_BYTES = 4
 _INT64_BYTES = 8

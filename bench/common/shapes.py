@@ -10,20 +10,8 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "BATCHES",
-    "CONTEXTS",
-    "LLAMA_2_7B",
-    "LLAMA_3_8B",
-    "MODELS",
-    "TINY",
-    "TREES",
-    "VICUNA_13B",
-    "ModelShape",
-    "StepShape",
-    "TreeSize",
-    "step_shapes",
-]
+__all__ = ["BATCHES", "CONTEXTS", "LLAMA_2_7B", "LLAMA_3_8B", "MODELS", "TINY", "TREES", "VICUNA_13B", "ModelShape"]
+__all__ += ["StepShape", "TreeSize", "step_shapes"]
 
 
 @dataclass(frozen=True, slots=True)
