@@ -15,7 +15,7 @@ from specdec.bench.common import cost, machine, provenance, shapes, timing
 from specdec.bench.common.cost import H200, Cost, Machine
 from specdec.bench.common.harness import BenchOp, Call, Provider, WrongResultError
 from specdec.bench.common.shapes import StepShape, TreeSize
-from specdec.bench.kernels import bench_tree_attention
+from specdec.bench.kernels import bench_accept_naive, bench_rms_norm, bench_tree_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = StepShape(shapes.TINY, batch=2, tree=TreeSize(7, 2), context=5, dtype=torch.float32)
@@ -143,6 +143,20 @@ def test_a_provider_for_gpus_is_skipped_without_one(monkeypatch):
     for measure in (machine.measure_machine, lambda: small_m.main(["--output", "nowhere"])):
         with pytest.raises(RuntimeError, match="expected an NVIDIA GPU"):
             measure()
+
+
+def test_an_op_of_the_library_has_its_reference_and_its_kernel():
+    """The definition computes in float64, the provider "reference" in the dtype of the inputs."""
+    for op, others, waits in (
+        (bench_rms_norm.RMS_NORM, ["torch", "compile"], False),
+        (bench_accept_naive.OP, [], True),
+    ):
+        reference, triton = op.providers["reference"], op.providers["triton"]
+        assert [*op.providers][: 1 + len(others)] == ["reference", *others]
+        assert (reference.function.func, reference.function.keywords) == (op.definition, {"upcast": False})
+        assert reference.capturable is not waits
+        assert triton.function.keywords == {"backend": "triton"}
+        assert (triton.function.func.__name__, triton.needs_gpu, triton.capturable) == (op.name, True, True)
 
 
 def test_an_op_needs_a_reference_among_its_providers():
