@@ -25,16 +25,15 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from specdec.bench.common.machine import measure_machine
 from specdec.bench.common.provenance import append_record
 from specdec.bench.common.shapes import MODELS, TINY, ModelShape
+from specdec.bench.common.tables import decode_tables
 from specdec.bench.decoding.cells import Cell, run_cell
 from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
 from specdec.bench.decoding.synthetic import PROFILES
@@ -45,12 +44,31 @@ from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter
 from specdec.models.target.target import Target
 
-__all__ = ["cells", "main", "order"]
+__all__ = ["Model", "cells", "main", "order"]
 
 BUNDLED = "bundled"
 _SHAPES = {shape.name.lower(): shape for shape in (*MODELS, TINY)}
 _TWIN = ModelShape("twin", 7, 64, 96, 4, 2, 16, 256)  # deep enough for the rule that says what EAGLE-3 reads
 _DRY = ModelShape("tiny", 3, 64, 96, 4, 2, 16, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A target that was built, and what all its cells share.
+
+    Attributes:
+        target: the model.
+        prompts: from a batch size and a context to batches of prompts.
+        drafters: makers by name, the most telling first.
+        reads: by drafter, what `count_reads` says of it.
+        stop_tokens: tokens after which a text ends.
+    """
+
+    target: Target
+    prompts: Callable[[int, int], list[list[torch.Tensor]]]
+    drafters: Mapping[str, Callable[[], Drafter]]
+    reads: Mapping[str, Mapping[str, float]]
+    stop_tokens: Sequence[int] = ()
 
 
 def order(models: Sequence[str], batches: Sequence[int], contexts: Sequence[int]) -> list[tuple[str, int, int]]:
@@ -78,39 +96,33 @@ def _distance(cell: tuple[str, int, int], usual: tuple[str, int, int]) -> int:
 def cells(options: argparse.Namespace) -> Iterator[tuple[Cell, float]]:
     """Every cell, and the part of all the time that it may take; a model is built when its first cell is due."""
     places = order(options.models, options.batches, options.contexts)
-    built: dict[str, tuple[Any, ...]] = {}
+    built: dict[str, Model] = {}
     for index, (model, batch, context) in enumerate(places):
         if model not in built:
             built.clear()  # one large model at a time
             gc.collect()
             built[model] = _bundled(options) if model == BUNDLED else _random(model, options)
-        is_compiled = index == 0 or options.compile_everywhere
-        yield _cell(options, model, batch, context, built[model], compiled=is_compiled), 1 / (len(places) - index)
+        found = built[model]
+        cell = Cell(
+            model=model,
+            context=str(context) if context else "of the bundled prompts",
+            target=found.target,
+            batches=found.prompts(batch, context),
+            drafters={name: make for name, make in found.drafters.items() if name in (options.drafters or [name])},
+            reads=found.reads,
+            profile=None if model == BUNDLED else PROFILES[options.profile],
+            stop_tokens=found.stop_tokens,
+            max_new_tokens=options.max_new_tokens,
+            repeats=options.repeats,
+            machine=measure_machine() if options.device == "cuda" else None,
+            compiled=index == 0 or options.compile_everywhere,
+        )
+        yield cell, 1 / (len(places) - index)
+        del cell, found  # or the model would stay while the next one is built
 
 
-def _cell(
-    options: argparse.Namespace, model: str, batch: int, context: int, built: tuple[Any, ...], *, compiled: bool
-) -> Cell:
-    """A cell of a model that was built."""
-    target, prompts, drafters, reads, stops = built
-    return Cell(
-        model=model,
-        context=str(context) if context else "of the bundled prompts",
-        target=target,
-        batches=prompts(batch, context),
-        drafters={name: make for name, make in drafters.items() if not options.drafters or name in options.drafters},
-        reads=reads,
-        profile=None if model == BUNDLED else PROFILES[options.profile],
-        stop_tokens=stops,
-        max_new_tokens=options.max_new_tokens,
-        repeats=options.repeats,
-        machine=measure_machine() if options.device == "cuda" else None,
-        compiled=compiled,
-    )
-
-
-def _bundled(options: argparse.Namespace) -> tuple[Any, ...]:
-    """The bundled model: target, prompts by batch, drafters, reads and stop tokens."""
+def _bundled(options: argparse.Namespace) -> Model:
+    """The bundled model, with its own prompts."""
     dtype = getattr(torch, options.dtype) if options.dtype else torch.float32
     loaded, tokenizer = load_tiny(device=options.device, dtype=dtype)
     target = Target(loaded)
@@ -119,19 +131,17 @@ def _bundled(options: argparse.Namespace) -> tuple[Any, ...]:
     sources |= {name: str(tiny_drafter(name)) for name in bundled_drafters()}
     texts = json.loads((TINY_FOLDER / "prompts.json").read_text())[: 2 if options.dry else None]
     encoded = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
-    makers: dict[str, Callable[[], Drafter]] = {
-        name: functools.partial(load_drafter, source, target) for name, source in sources.items()
-    }
+    makers = {name: functools.partial(load_drafter, source, target) for name, source in sources.items()}
     reads = {name: count_reads(here, load_drafter(source, here)) for name, source in sources.items()}
 
-    def prompts(batch: int, context: int) -> list[list[torch.Tensor]]:  # noqa: ARG001 - as of random weights
+    def prompts(batch: int, _context: int) -> list[list[torch.Tensor]]:
         return [encoded[start : start + batch] for start in range(0, len(encoded), batch)]
 
-    return target, prompts, makers, reads, (tokenizer.eos_token_id,)
+    return Model(target, prompts, makers, reads, (tokenizer.eos_token_id,))
 
 
-def _random(model: str, options: argparse.Namespace) -> tuple[Any, ...]:
-    """Random weights of a true shape: target, prompts, drafters, reads and stop tokens."""
+def _random(model: str, options: argparse.Namespace) -> Model:
+    """Random weights of a true shape."""
     default = torch.bfloat16 if options.device == "cuda" else torch.float32
     dtype = getattr(torch, options.dtype) if options.dtype else default
     shape = _DRY if options.dry else _SHAPES[model]
@@ -144,7 +154,7 @@ def _random(model: str, options: argparse.Namespace) -> tuple[Any, ...]:
         return [list(rows)]
 
     makers = {name: functools.partial(random_drafter, name, target) for name in DRAFTERS}
-    return target, prompts, makers, _twin_reads(), ()
+    return Model(target, prompts, makers, _twin_reads())
 
 
 @functools.cache
@@ -157,7 +167,6 @@ def _twin_reads() -> Mapping[str, Mapping[str, float]]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status, 1 if any text was wrong."""
     options = _options(arguments)
-    console = Console(width=150)
     deadline = time.monotonic() + 60 * options.minutes
     num_red = 0
     for cell, share in cells(options):
@@ -175,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
             if spans:
                 lanes[record["arm"]] = middle_steps(spans)
             num_red += record.get("gate") == "red"
-        console.print(_table(records, str(cell)))
+        print(decode_tables(records), flush=True)
         if options.pictures is not None:
             file = options.pictures / f"{cell.model}-b{cell.batch_size}-ctx{cell.context.split()[0]}.svg"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -192,10 +201,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--drafters", nargs="+", default=[], help="these alone (default: all)")
     parser.add_argument("--profile", choices=tuple(PROFILES), default="steady-75", help="of synthetic acceptance")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="default: bfloat16 for random weights on a GPU, else float32",
-    )  # fmt: skip
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16 for random weights on a GPU, else float32")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=60.0, help="time for everything (default: 60)")
@@ -217,37 +224,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected an NVIDIA GPU for cuda, found none")
     return options
-
-
-def _table(records: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """The records of a cell for a terminal."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("arm", no_wrap=True)
-    headings = (
-        "tok/s",
-        "speedup",
-        "tau",
-        "speedup / tau",
-        "step ms",
-        "draft",
-        "score",
-        "verify",
-        "commit",
-        "% of floor",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    table.add_column("text")
-    for record in records:
-        if "missing" in record:
-            table.add_row(record["arm"], *["-"] * len(headings), record["missing"][:60])
-            continue
-        split = record.get("split_ms", {})
-        values = [record.get(key) for key in ("tokens_per_second", "speedup", "tau", "efficiency", "step_ms")]
-        values += [split.get(phase) for phase in ("draft", "score", "verify", "commit")]
-        cells_ = ["-" if value is None else f"{value:.3g}" for value in [*values, record.get("percent_of_floor")]]
-        table.add_row(record["arm"], *cells_, "identical" if record["identical"] else "near-tie")
-    return table
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from specdec.kernels.skinny_linear import skinny_linear
 from specdec.kernels.swiglu import swiglu
 from specdec.kernels.tree_rerank import beam_step, tree_rerank
 
-__all__ = ["ARCHITECTURES", "Architecture", "cases", "compare", "compile_cases", "main", "read_table"]
+__all__ = ["ARCHITECTURES", "Architecture", "cases", "compare", "compile_cases", "main", "read_table", "table_text"]
 
 REGISTER_TOLERANCE = 16
 """Registers per thread that a kernel may gain before it counts as a regression."""
@@ -62,6 +62,9 @@ _NARROW = TreeSize(32, 4)
 _WIDE = TreeSize(64, 5)
 _LARGEST = TreeSize(512, 8)
 _CAPACITY = 4096
+_HEAD_DIM_80 = replace(LLAMA_2_7B, name="head-dim-80", head_dim=80)
+_HEAD_DIM_256 = replace(LLAMA_2_7B, name="head-dim-256", num_heads=16, num_kv_heads=16, head_dim=256)
+_IN_THEIR_DTYPES = [(model, torch.bfloat16) for model in (LLAMA_2_7B, LLAMA_3_8B, VICUNA_13B)] + [(TINY, torch.float32)]
 
 Launch = Callable[[], Any]
 
@@ -69,28 +72,23 @@ Launch = Callable[[], Any]
 def cases() -> dict[str, Launch]:
     """Launches to compile, by name; each runs its op once on meta tensors."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    head_dim_80 = replace(LLAMA_2_7B, name="head-dim-80", head_dim=80)
-    head_dim_256 = replace(LLAMA_2_7B, name="head-dim-256", num_heads=16, num_kv_heads=16, head_dim=256)
-    attention = [
-        (LLAMA_2_7B, _PLAIN, bf16),
-        (LLAMA_2_7B, _NARROW, bf16),
-        (LLAMA_2_7B, _WIDE, bf16),
-        (LLAMA_2_7B, _WIDE, fp16),
-        (LLAMA_3_8B, _PLAIN, bf16),
-        (LLAMA_3_8B, _WIDE, bf16),
-        (VICUNA_13B, _WIDE, bf16),
-        (TINY, _PLAIN, fp32),
-        (TINY, _WIDE, fp16),
-        (head_dim_80, _WIDE, bf16),
-        (head_dim_256, _WIDE, bf16),
-        (head_dim_256, _WIDE, fp32),
+    mistral = replace(LLAMA_3_8B, name="Mistral-7B-window")
+    attention: list[tuple[ModelShape, TreeSize, torch.dtype]] = [
+        *[
+            (LLAMA_2_7B, _PLAIN, bf16),
+            (LLAMA_2_7B, _NARROW, bf16),
+            (LLAMA_2_7B, _WIDE, bf16),
+            (LLAMA_2_7B, _WIDE, fp16),
+        ],
+        *[(LLAMA_3_8B, _PLAIN, bf16), (LLAMA_3_8B, _WIDE, bf16), (mistral, _WIDE, bf16), (VICUNA_13B, _WIDE, bf16)],
+        *[(TINY, _PLAIN, fp32), (TINY, _WIDE, fp16)],
+        *[(_HEAD_DIM_80, _WIDE, bf16), (_HEAD_DIM_256, _WIDE, bf16), (_HEAD_DIM_256, _WIDE, fp32)],
     ]
     found: dict[str, Launch] = {}
     for model, tree, dtype in attention:
-        found[_name("tree_attention", model, tree, dtype)] = _tree_attention(model, tree, dtype)
-    mistral = replace(LLAMA_3_8B, name="Mistral-7B-window")
-    found[_name("tree_attention", mistral, _WIDE, bf16)] = _tree_attention(mistral, _WIDE, bf16, window=4096)
-    for model, dtype in [(LLAMA_2_7B, bf16), (LLAMA_3_8B, bf16), (VICUNA_13B, bf16), (TINY, fp32)]:
+        window = 4096 if model is mistral else None
+        found[_name("tree_attention", model, tree, dtype)] = _tree_attention(model, tree, dtype, window)
+    for model, dtype in _IN_THEIR_DTYPES:
         found[_name("kv_compact", model, _WIDE, dtype)] = _kv_compact(model, _WIDE, dtype)
         found[_name("rms_norm", model, None, dtype)] = _rms_norm(model, dtype)
         found[_name("add_rms_norm", model, None, dtype)] = _add_rms_norm(model, dtype)
@@ -102,14 +100,12 @@ def cases() -> dict[str, Launch]:
 
 def _glue_cases() -> dict[str, Launch]:
     """Launches of the small kernels around the target's layers and of dynamic trees."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    head_dim_80 = replace(LLAMA_2_7B, name="head-dim-80", head_dim=80)
-    head_dim_256 = replace(LLAMA_2_7B, name="head-dim-256", num_heads=16, num_kv_heads=16, head_dim=256)
+    bf16 = torch.bfloat16
     found: dict[str, Launch] = {}
-    for model, dtype in [(LLAMA_2_7B, bf16), (LLAMA_3_8B, bf16), (VICUNA_13B, bf16), (TINY, fp32)]:
+    for model, dtype in _IN_THEIR_DTYPES:
         found[_name("rope_kv_write", model, _WIDE, dtype)] = _rope_kv_write(model, _WIDE, dtype)
         found[_name("swiglu", model, None, dtype)] = _swiglu(model, dtype)
-    for model in [head_dim_80, head_dim_256]:
+    for model in [_HEAD_DIM_80, _HEAD_DIM_256]:
         found[_name("rope_kv_write", model, _WIDE, bf16)] = _rope_kv_write(model, _WIDE, bf16)
     for lists, tree in [(1, _PLAIN), (51, _WIDE), (204, _LARGEST)]:  # of 10 candidates
         found[_name("tree_rerank", None, tree, torch.int32)] = _tree_rerank(lists, tree)
@@ -146,9 +142,9 @@ def _sampling_cases() -> dict[str, Launch]:
 
 def _weight_cases() -> dict[str, Launch]:
     """Launches of the kernels that multiply few rows by large weights."""
-    bf16, fp32 = torch.bfloat16, torch.float32
+    bf16 = torch.bfloat16
     found: dict[str, Launch] = {}
-    for model, dtype in [(LLAMA_2_7B, bf16), (LLAMA_3_8B, bf16), (VICUNA_13B, bf16), (TINY, fp32)]:
+    for model, dtype in _IN_THEIR_DTYPES:
         for tree in [_PLAIN, _WIDE]:
             found[_name("skinny_linear", model, tree, dtype)] = _skinny_linear(model, tree.num_nodes, dtype)
             found[_name("draft_heads", model, tree, dtype)] = _draft_heads(model, 4, tree.num_nodes, dtype)
@@ -182,32 +178,32 @@ def _int32(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
+def _launch(op: Callable[..., Any], *args: Any, **settings: Any) -> Launch:
+    return functools.partial(op, *args, **settings, backend="triton")
+
+
 def _tree_attention(model: ModelShape, tree: TreeSize, dtype: torch.dtype, window: int | None = None) -> Launch:
-    num_nodes = tree.num_nodes
-    q = torch.empty(1, num_nodes, model.num_heads, model.head_dim, dtype=dtype, device="meta")
+    q = torch.empty(1, tree.num_nodes, model.num_heads, model.head_dim, dtype=dtype, device="meta")
     cache = torch.empty(2, 2, 1, _CAPACITY, model.num_kv_heads, model.head_dim, dtype=dtype, device="meta")
-    words = _int32(1, num_nodes, triton.cdiv(num_nodes, 32))
-    depth = _int32(1, num_nodes) if window else None
-    return functools.partial(
-        tree_attention, q, cache[1, 0], cache[1, 1], _int32(1), words,
-        scale=model.head_dim**-0.5, depth=depth, window=window, backend="triton",
-    )  # fmt: skip
+    per_row = _int32(1), _int32(1, tree.num_nodes, triton.cdiv(tree.num_nodes, 32))
+    settings = {"scale": model.head_dim**-0.5, "depth": _int32(1, tree.num_nodes) if window else None, "window": window}
+    return _launch(tree_attention, q, cache[1, 0], cache[1, 1], *per_row, **settings)
 
 
 def _kv_compact(model: ModelShape, tree: TreeSize, dtype: torch.dtype) -> Launch:
     shape = (model.num_layers, 2, 1, _CAPACITY, model.num_kv_heads, model.head_dim)
     cache = torch.empty(shape, dtype=dtype, device="meta")
-    return functools.partial(kv_compact, cache, _int32(1), _int32(1, tree.max_depth + 1), _int32(1), backend="triton")
+    return _launch(kv_compact, cache, _int32(1), _int32(1, tree.max_depth + 1), _int32(1))
 
 
 def _rms_norm(model: ModelShape, dtype: torch.dtype) -> Launch:
     x = torch.empty(64, model.hidden_size, dtype=dtype, device="meta")
-    return functools.partial(rms_norm, x, x[0], eps=1e-5, backend="triton")
+    return _launch(rms_norm, x, x[0], eps=1e-5)
 
 
 def _add_rms_norm(model: ModelShape, dtype: torch.dtype) -> Launch:
     x = torch.empty(64, model.hidden_size, dtype=dtype, device="meta")
-    return functools.partial(add_rms_norm, x, x, x[0], eps=1e-5, backend="triton")
+    return _launch(add_rms_norm, x, x, x[0], eps=1e-5)
 
 
 def _rope_kv_write(model: ModelShape, tree: TreeSize, dtype: torch.dtype) -> Launch:
@@ -217,111 +213,98 @@ def _rope_kv_write(model: ModelShape, tree: TreeSize, dtype: torch.dtype) -> Lau
     cache = torch.empty(2, 1, _CAPACITY, model.num_kv_heads, model.head_dim, dtype=dtype, device="meta")
     table = torch.empty(_CAPACITY, model.head_dim, device="meta")
     positions, slots = (_int32(1, tree.num_nodes) for _ in range(2))
-    return functools.partial(rope_kv_write, q, k, v, positions, table, slots, cache[0], cache[1], backend="triton")
+    return _launch(rope_kv_write, q, k, v, positions, table, slots, cache[0], cache[1])
 
 
 def _swiglu(model: ModelShape, dtype: torch.dtype) -> Launch:
-    gate_up = torch.empty(64, 2 * model.intermediate_size, dtype=dtype, device="meta")
-    return functools.partial(swiglu, gate_up, backend="triton")
+    return _launch(swiglu, torch.empty(64, 2 * model.intermediate_size, dtype=dtype, device="meta"))
 
 
 def _tree_rerank(lists: int, tree: TreeSize) -> Launch:
-    tokens, logps = _int32(1, lists, 10), torch.empty(1, lists, 10, device="meta")
-    return functools.partial(
-        tree_rerank, tokens, logps, _int32(1, lists), _int32(1),
-        num_nodes=tree.num_nodes, max_depth=tree.max_depth, backend="triton",
-    )  # fmt: skip
+    pool = _int32(1, lists, 10), torch.empty(1, lists, 10, device="meta"), _int32(1, lists)
+    return _launch(tree_rerank, *pool, _int32(1), num_nodes=tree.num_nodes, max_depth=tree.max_depth)
 
 
 def _beam_step(lists: int) -> Launch:
     tokens, logps = _int32(1, lists, 10), torch.empty(1, lists, 10, device="meta")
-    return functools.partial(
-        beam_step, tokens, logps, logps[..., 0].contiguous(), width=10, logsumexp=logps[..., 0].contiguous(),
-        backend="triton",
-    )  # fmt: skip
+    per_list = logps[..., 0].contiguous()
+    return _launch(beam_step, tokens, logps, per_list, width=10, logsumexp=per_list)
 
 
 def _tree_expand(tree: TreeSize) -> Launch:
     candidates = torch.empty(1, 4, 10, dtype=torch.int64, device="meta")
-    per_node = [_int32(tree.num_nodes) for _ in range(3)]
-    return functools.partial(tree_expand, candidates, _int32(1), None, *per_node, backend="triton")
+    return _launch(tree_expand, candidates, _int32(1), None, *[_int32(tree.num_nodes) for _ in range(3)])
 
 
-def _accept_greedy(tree: TreeSize) -> Launch:
-    per_node = [_int32(1, tree.num_nodes) for _ in range(3)]
-    return functools.partial(
-        accept_greedy, *per_node, max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton"
-    )
+def _accept(op: Callable[..., Any], tree: TreeSize, *after_nodes: Any, **settings: Any) -> Launch:
+    """An acceptance rule: tokens and parents first, and the settings that all rules share."""
+    nodes, walk = _int32(1, tree.num_nodes), {"budget": _int32(1), "stop_tokens": _int32(2)}
+    return _launch(op, nodes, nodes, *after_nodes, max_depth=tree.max_depth, **walk, **settings)
 
 
 def _logits(model: ModelShape, num_rows: int) -> torch.Tensor:
     return torch.empty(1, num_rows, model.vocab_size, dtype=torch.float32, device="meta")
 
 
+def _uniform(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+def _two_laws(model: ModelShape, tree: TreeSize) -> tuple[torch.Tensor, ...]:
+    """Logits of target and draft, which row of the draft's belongs to a node, uniforms of nodes and rows."""
+    laws = _logits(model, tree.num_nodes), _logits(model, tree.max_depth), _int32(tree.num_nodes)
+    return *laws, _uniform(1, tree.num_nodes), _uniform(1)
+
+
+def _accept_greedy(tree: TreeSize) -> Launch:
+    return _accept(accept_greedy, tree, _int32(1, tree.num_nodes))
+
+
 def _accept_naive(model: ModelShape, tree: TreeSize) -> Launch:
-    logits, nodes = _logits(model, tree.num_nodes), _int32(1, tree.num_nodes)
-    return functools.partial(
-        accept_naive, nodes, nodes, logits, logits.new_empty(nodes.shape),
-        max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton",
-    )  # fmt: skip
+    return _accept(accept_naive, tree, _logits(model, tree.num_nodes), _uniform(1, tree.num_nodes))
 
 
 def _accept_typical(model: ModelShape, tree: TreeSize, *, sampled: bool) -> Launch:
-    logits, nodes = _logits(model, tree.num_nodes), _int32(1, tree.num_nodes)
-    return functools.partial(
-        accept_typical, nodes, nodes, logits, logits.new_empty(1) if sampled else None,
-        max_depth=tree.max_depth, threshold=0.09, alpha=0.3,
-        budget=_int32(1), stop_tokens=_int32(2), backend="triton",
-    )  # fmt: skip
+    uniform = _uniform(1) if sampled else None
+    return _accept(accept_typical, tree, _logits(model, tree.num_nodes), uniform, threshold=0.09, alpha=0.3)
 
 
 def _accept_rejection(model: ModelShape, tree: TreeSize, *, replacement: bool) -> Launch:
-    logits, nodes = _logits(model, tree.num_nodes), _int32(1, tree.num_nodes)
-    return functools.partial(
-        accept_rejection, nodes, nodes, logits, _logits(model, tree.max_depth), _int32(tree.num_nodes),
-        logits.new_empty(nodes.shape), logits.new_empty(1), replacement=replacement,
-        max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton",
-    )  # fmt: skip
+    return _accept(accept_rejection, tree, *_two_laws(model, tree), replacement=replacement)
 
 
 def _accept_traversal(model: ModelShape, tree: TreeSize) -> Launch:
-    logits, nodes = _logits(model, tree.num_nodes), _int32(1, tree.num_nodes)
-    return functools.partial(
-        accept_traversal, nodes, nodes, logits, _logits(model, tree.max_depth), _int32(tree.num_nodes),
-        logits.new_empty(nodes.shape), logits.new_empty(1), _int32(tree.num_nodes), _int32(tree.max_depth, 16),
-        max_depth=tree.max_depth, budget=_int32(1), stop_tokens=_int32(2), backend="triton",
-    )  # fmt: skip
+    tables = _int32(tree.num_nodes), _int32(tree.max_depth, 16)
+    return _accept(accept_traversal, tree, *_two_laws(model, tree), *tables)
 
 
 def _sample_probs(model: ModelShape, tree: TreeSize) -> Launch:
     nodes = _int32(1, tree.num_nodes)
-    return functools.partial(
-        sample_probs, _logits(model, tree.num_nodes), _int32(1), _int32(1), nodes, nodes, _int32(1, _CAPACITY), seed=0,
-        temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, backend="triton",
-    )  # fmt: skip
+    tensors = _logits(model, tree.num_nodes), _int32(1), _int32(1), nodes, nodes, _int32(1, _CAPACITY)
+    warpers = {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+    return _launch(sample_probs, *tensors, seed=0, **warpers)
 
 
 def _philox(op: Callable[..., torch.Tensor], count: int) -> Launch:
     seeds = torch.empty(1, dtype=torch.int64, device="meta")
-    return functools.partial(op, seeds, seeds[0], stream=2, count=count, backend="triton")
+    return _launch(op, seeds, seeds[0], stream=2, count=count)
 
 
 def _skinny_linear(model: ModelShape, num_rows: int, dtype: torch.dtype) -> Launch:
     weight = torch.empty(model.hidden_size, model.intermediate_size, dtype=dtype, device="meta")
-    return functools.partial(skinny_linear, weight.new_empty(num_rows, weight.shape[1]), weight, backend="triton")
+    return _launch(skinny_linear, weight.new_empty(num_rows, weight.shape[1]), weight)
 
 
 def _draft_heads(model: ModelShape, num_heads: int, num_rows: int, dtype: torch.dtype) -> Launch:
     weight = torch.empty(num_heads, model.hidden_size, model.hidden_size, dtype=dtype, device="meta")
-    x = weight.new_empty(num_rows, model.hidden_size)
-    return functools.partial(draft_heads, x, weight, weight[:, 0], backend="triton")
+    return _launch(draft_heads, weight.new_empty(num_rows, model.hidden_size), weight, weight[:, 0])
 
 
 def _draft_heads_concat(model: ModelShape, num_rows: int, dtype: torch.dtype, num_parts: int = 3) -> Launch:
     weight = torch.empty(model.hidden_size, num_parts * model.hidden_size, dtype=dtype, device="meta")
     bias = weight.new_empty(model.hidden_size)
     parts = [weight.new_empty(num_rows, model.hidden_size) for _ in range(num_parts)]
-    return functools.partial(draft_heads_concat, parts, weight, bias, weight, bias, backend="triton")
+    return _launch(draft_heads_concat, parts, weight, bias, weight, bias)
 
 
 def _lm_head_topk(
@@ -336,7 +319,7 @@ def _lm_head_topk(
     x = torch.empty(num_heads, num_rows, model.hidden_size, dtype=dtype, device="meta")
     weight = x.new_empty(num_heads, model.vocab_size, rank or model.hidden_size)
     down = x.new_empty(num_heads, rank, model.hidden_size) if rank else None
-    return functools.partial(lm_head_topk, x, weight, k=k, down=down, backend="triton")
+    return _launch(lm_head_topk, x, weight, k=k, down=down)
 
 
 def compile_cases(architecture: Architecture, launches: Mapping[str, Launch]) -> dict[str, CompiledKernel]:
@@ -355,16 +338,18 @@ def read_table(name: str) -> tuple[str, dict[str, CompiledKernel]]:
         The Triton version it was made with, and the kernels by the names of the launch and the kernel.
     """
     table = json.loads(_table_path(name).read_text(encoding="utf-8"))
-    return table["triton"], {case: CompiledKernel(**entry) for case, entry in table["kernels"].items()}
+    return table["triton"], {case: CompiledKernel(case.split()[-1], **row) for case, row in table["kernels"].items()}
 
 
 def _table_path(name: str) -> Path:
     return Path(__file__).parent / "compiled" / "tables" / f"{name}.json"
 
 
-def _write_table(name: str, kernels: Mapping[str, CompiledKernel]) -> None:
-    table = {"triton": triton.__version__, "kernels": {case: asdict(kernel) for case, kernel in kernels.items()}}
-    _table_path(name).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+def table_text(version: str, kernels: Mapping[str, CompiledKernel]) -> str:
+    """A table as it is committed: JSON with a kernel per line, whose name is the last word of its key."""
+    rows = {case: {key: value for key, value in asdict(row).items() if key != "name"} for case, row in kernels.items()}
+    lines = ",\n".join(f"  {json.dumps(case)}: {json.dumps(row)}" for case, row in rows.items())
+    return f'{{\n "triton": {json.dumps(version)},\n "kernels": {{\n{lines}\n }}\n}}\n'
 
 
 def compare(
@@ -419,7 +404,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         committed = None
         if update:
-            _write_table(name, kernels)
+            _table_path(name).write_text(table_text(triton.__version__, kernels), encoding="utf-8")
         else:
             version, committed = read_table(name)
             if version != triton.__version__:

@@ -9,53 +9,23 @@ Every time is that of a CUDA-graph replay that takes turns on copies of the weig
 that tell most come first and every record is written at once, so that a run which is cut off has told something.
 """
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specdec.bench.common.cost import Cost, Machine
-from specdec.bench.common.machine import limits, measure_machine, require_gpu
+from specdec.bench.common.cost import Machine, skinny_linear
+from specdec.bench.common.machine import limits, measure_machine, parse_options
 from specdec.bench.common.provenance import append_record
-from specdec.bench.common.shapes import MODELS, TINY, ModelShape
-from specdec.bench.common.timing import Call, time_calls
+from specdec.bench.common.shapes import MODELS, TINY, ModelShape, matrices
+from specdec.bench.common.timing import Call, quantiles, time_calls
 
-__all__ = ["NUM_ROWS", "linear_cost", "main", "matrices"]
+__all__ = ["NUM_ROWS", "main"]
 
 NUM_ROWS = (1, 64, 16, 128, 8, 32, 2, 4)
 """Values of M, the most telling first: plain decoding, the usual trees, the rest."""
-
-
-def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Weights of a layer and the LM head by name: outputs, inputs. Fused as a runtime would fuse them."""
-    width = model.hidden_size
-    return {
-        "qkv": ((model.num_heads + 2 * model.num_kv_heads) * model.head_dim, width),
-        "o": (width, model.num_heads * model.head_dim),
-        "gate_up": (2 * model.intermediate_size, width),
-        "down": (width, model.intermediate_size),
-        "lm_head": (model.vocab_size, width),
-    }
-
-
-def linear_cost(num_rows: int, outputs: int, inputs: int, element_bytes: int) -> Cost:
-    """Cost of a linear layer: weight, rows and results once each.
-
-    Args:
-        num_rows: M.
-        outputs: rows of the weight.
-        inputs: columns of the weight.
-        element_bytes: size of one element.
-
-    Returns:
-        The cost of one call.
-    """
-    elements = outputs * inputs + num_rows * (inputs + outputs)
-    return Cost(num_bytes=elements * element_bytes, num_flops=2 * num_rows * outputs * inputs)
 
 
 def measure(model: ModelShape, matrix: str, num_rows: int, dtype: torch.dtype, machine: Machine) -> dict[str, Any]:
@@ -79,27 +49,21 @@ def measure(model: ModelShape, matrix: str, num_rows: int, dtype: torch.dtype, m
         weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
         return Call((torch.randn(num_rows, inputs, device=device, dtype=dtype), weight))
 
-    cost = linear_cost(num_rows, outputs, inputs, dtype.itemsize)
+    cost = skinny_linear(num_rows=num_rows, num_outputs=outputs, num_columns=inputs, element_bytes=dtype.itemsize)
     times_us, timing = time_calls(F.linear, make, cost.num_bytes)
-    p20, p50, p80 = np.percentile(times_us, [20, 50, 80]).tolist()
+    p50_us = float(np.median(times_us))
     return {
-        "bench": "small_m", "model": model.name, "matrix": matrix, "num_rows": num_rows, "outputs": outputs,
-        "inputs": inputs, "dtype": str(dtype), "p20_us": p20, "p50_us": p50, "p80_us": p80, "bytes": cost.num_bytes,
-        "flops": cost.num_flops, "timing": timing,
-        "percent_of_bandwidth": 1e8 * cost.num_bytes / machine.bytes_per_s / p50 if has_gpu else None,
-        "percent_of_roofline": 100 * cost.roofline_us(machine) / p50 if has_gpu else None,
-    }  # fmt: skip
+        **{"bench": "small_m", "model": model.name, "matrix": matrix, "num_rows": num_rows},
+        **{"outputs": outputs, "inputs": inputs, "dtype": str(dtype), **quantiles(times_us), "timing": timing},
+        **{"bytes": cost.num_bytes, "flops": cost.num_flops},
+        "percent_of_bandwidth": 1e8 * cost.num_bytes / machine.bytes_per_s / p50_us if has_gpu else None,
+        "percent_of_roofline": 100 * cost.roofline_us(machine) / p50_us if has_gpu else None,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure all matrices at all M; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="specdec.bench.small_m", description=__doc__.splitlines()[0])
-    parser.add_argument("--dry", action="store_true", help="the tiny model, on the CPU if there is no GPU")
-    parser.add_argument("--output", type=Path, required=True, help="JSON-lines file that the records are appended to")
-    options = parser.parse_args(arguments)
-    if not options.dry:
-        require_gpu(parser.prog)
-
+    options = parse_options("specdec.bench.small_m", __doc__, arguments)
     models, dtype = ((TINY,), torch.float32) if options.dry else (MODELS, torch.bfloat16)
     machine = limits(copy_bytes=2**20, matrix_size=128) if options.dry else measure_machine()
     for num_rows in NUM_ROWS[:2] if options.dry else NUM_ROWS:

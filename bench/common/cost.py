@@ -3,36 +3,21 @@
 Bytes count each input element that the op needs once and each output element once; what stays in registers, shared
 memory or the L2 cache (partial results, second reads) is not counted. A multiply-add is two flops.
 
-Longer than most modules: one short function per op, side by side, so that they can be compared.
+A function returns the cost of one call; for an op of a layer, of one layer. Sizes are named alike everywhere:
+
+    batch B, num_nodes N, context and max_depth of a step        num_heads HQ, num_kv_heads HK, head_dim D, num_layers L
+    num_rows, num_tokens of all leading dimensions               num_heads K of draft heads, num_parts P of their input
+    width C, vocab_size V, num_outputs and num_columns           num_lists M of num_candidates M * R in a dynamic tree
+    num_draft_laws: nodes that have children                     num_matrices side by side
+    element_bytes of weights and states, of the cache, or of a logit
 """
 
 from dataclasses import dataclass
 
-__all__ = [
-    "H200",
-    "Cost",
-    "Machine",
-    "accept_greedy",
-    "accept_naive",
-    "accept_rejection",
-    "accept_traversal",
-    "accept_typical",
-    "beam_step",
-    "draft_heads",
-    "draft_heads_concat",
-    "kv_compact",
-    "lm_head_topk",
-    "philox_uniform",
-    "rms_norm",
-    "rope_kv_write",
-    "sample_race",
-    "skinny_linear",
-    "swiglu",
-    "tree_attention",
-    "tree_expand",
-    "tree_rerank",
-    "warp_logits",
-]
+__all__ = ["H200", "Cost", "Machine", "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal"]
+__all__ += ["accept_typical", "beam_step", "draft_heads", "draft_heads_concat", "kv_compact", "lm_head_topk"]
+__all__ += ["philox_uniform", "rms_norm", "rope_kv_write", "sample_race", "skinny_linear", "swiglu"]
+__all__ += ["tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
 
 _INT32_BYTES = 4
 _INT64_BYTES = 8
@@ -88,21 +73,8 @@ def tree_attention(
 ) -> Cost:
     """Cost of tree_attention: keys and values of prefix and tree, queries and outputs, lengths and ancestor words.
 
-    Every query is counted against every key of the tree, as a dense tile computes them.
-
-    Args:
-        batch: B.
-        num_nodes: N, nodes that ask.
-        num_heads: HQ.
-        num_kv_heads: HK.
-        head_dim: D.
-        context: tokens of the prefix.
-        element_bytes: size of one element of q, k and v.
-        num_tree_nodes: T, nodes whose keys are in the cache; N if not given.
-        shared_tree: one set of ancestor words for the whole batch.
-
-    Returns:
-        The cost of one call, one layer.
+    Every query is counted against every key of the tree, as a dense tile computes them. `num_nodes` ask; the keys of
+    `num_tree_nodes` are in the cache, as many if not given. With `shared_tree` the batch has one set of ancestor words.
     """
     num_tree_nodes = num_nodes if num_tree_nodes is None else num_tree_nodes
     num_keys = context + num_tree_nodes
@@ -127,17 +99,8 @@ def kv_compact(
 ) -> Cost:
     """Cost of kv_compact: every moved node is read and written, K and V, in all layers.
 
-    Args:
-        num_moved: nodes that change their slot, summed over the batch; a node at its own slot does not move.
-        num_layers: L.
-        num_kv_heads: HK.
-        head_dim: D.
-        element_bytes: size of one element of the cache.
-        batch: B.
-        path_length: P, entries of a path.
-
-    Returns:
-        The cost of one call.
+    `num_moved` nodes change their slot, summed over the batch; a node at its own slot does not move. A path has
+    `path_length` entries.
     """
     moved = 2 * num_moved * 2 * num_layers * num_kv_heads * head_dim * element_bytes
     return Cost(num_bytes=moved + batch * (path_length + 2) * _INT32_BYTES)
@@ -146,13 +109,7 @@ def kv_compact(
 def tree_expand(*, batch: int, num_nodes: int, candidate_bytes: int) -> Cost:
     """Cost of tree_expand: one candidate per node but the root, three tables, root and length; two outputs.
 
-    Args:
-        batch: B.
-        num_nodes: N.
-        candidate_bytes: size of one candidate, 4 or 8.
-
-    Returns:
-        The cost of one call.
+    A candidate has 4 or 8 bytes.
     """
     reads = batch * ((num_nodes - 1) * candidate_bytes + 2 * _INT32_BYTES) + 3 * num_nodes * _INT32_BYTES
     return Cost(num_bytes=reads + 2 * batch * num_nodes * _INT32_BYTES)
@@ -163,15 +120,7 @@ def accept_greedy(
 ) -> Cost:
     """Cost of accept_greedy: tokens, target tokens, parents, budget and stop tokens; the verdict.
 
-    Args:
-        batch: B.
-        num_nodes: N.
-        max_depth: largest depth of the tree.
-        num_stop_tokens: E.
-        shared_tree: one row of parents for the whole batch.
-
-    Returns:
-        The cost of one call.
+    With `shared_tree` the batch has one row of parents.
     """
     reads = 2 * batch * num_nodes + (1 if shared_tree else batch) * num_nodes + batch + num_stop_tokens
     writes = batch * (2 * (max_depth + 1) + 2)
@@ -181,34 +130,19 @@ def accept_greedy(
 def rms_norm(*, num_rows: int, width: int, element_bytes: int, residual: bool = False) -> Cost:
     """Cost of rms_norm, or of add_rms_norm with `residual`: every row in and out, the weight once.
 
-    Args:
-        num_rows: rows of all leading dimensions.
-        width: C.
-        element_bytes: size of one element.
-        residual: the residual stream is added first, and the sum is an output too.
-
-    Returns:
-        The cost of one call.
+    With `residual` the residual stream is added first, and the sum is an output too.
     """
     rows_moved = 4 if residual else 2
     flops_per_element = 5 if residual else 4  # (add,) square, add to the sum, scale, weight
     return Cost(
-        num_bytes=(rows_moved * num_rows + 1) * width * element_bytes,
-        num_flops=flops_per_element * num_rows * width,
+        num_bytes=(rows_moved * num_rows + 1) * width * element_bytes, num_flops=flops_per_element * num_rows * width
     )
 
 
 def beam_step(*, batch: int, num_candidates: int, num_lists: int, width: int) -> Cost:
     """Cost of beam_step: all candidates with tokens of 4 bytes, the beam; the next beam and all totals.
 
-    Args:
-        batch: B.
-        num_candidates: M * R.
-        num_lists: M.
-        width: children to choose.
-
-    Returns:
-        The cost of one call; its additions are one per candidate.
+    `width` children are chosen; the additions are one per candidate.
     """
     # only the chosen candidates' tokens are needed
     reads = num_candidates + num_lists + width
@@ -217,53 +151,25 @@ def beam_step(*, batch: int, num_candidates: int, num_lists: int, width: int) ->
 
 
 def tree_rerank(*, batch: int, num_candidates: int, num_lists: int, num_nodes: int) -> Cost:
-    """Cost of tree_rerank: all log-probabilities and parents, the chosen tokens of 4 bytes; the tree.
-
-    Args:
-        batch: B.
-        num_candidates: M * R.
-        num_lists: M.
-        num_nodes: N.
-
-    Returns:
-        The cost of one call.
-    """
+    """Cost of tree_rerank: all log-probabilities and parents, the chosen tokens of 4 bytes; the tree."""
     reads = num_candidates + num_lists + num_nodes
     writes = num_nodes * (4 + (num_nodes + 31) // 32) + 1
     return Cost(num_bytes=batch * (reads + writes) * _INT32_BYTES)
 
 
 def rope_kv_write(*, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> Cost:
-    """Cost of rope_kv_write: q, k and v in, rotated q and the cache slots out, one row of the table per token.
-
-    Args:
-        num_tokens: B * N.
-        num_heads: HQ.
-        num_kv_heads: HK.
-        head_dim: D.
-        element_bytes: size of one element of q, k and v.
-
-    Returns:
-        The cost of one call, one layer.
-    """
+    """Cost of rope_kv_write: q, k and v in, rotated q and the cache slots out, one row of the table per token."""
     moved = 2 * (num_heads + 2 * num_kv_heads) * head_dim * element_bytes
     table = head_dim * 4 + 2 * _INT32_BYTES
     return Cost(
-        num_bytes=num_tokens * (moved + table),
-        num_flops=3 * num_tokens * (num_heads + num_kv_heads) * head_dim,
+        num_bytes=num_tokens * (moved + table), num_flops=3 * num_tokens * (num_heads + num_kv_heads) * head_dim
     )
 
 
 def swiglu(*, num_rows: int, width: int, element_bytes: int) -> Cost:
     """Cost of swiglu: gate and up in, one row of half the width out.
 
-    Args:
-        num_rows: rows of all leading dimensions.
-        width: F, elements of an output row.
-        element_bytes: size of one element.
-
-    Returns:
-        The cost of one call; five flops per element, with the exponential counted as one.
+    `width` is that of an output row. Five flops per element, with the exponential counted as one.
     """
     return Cost(num_bytes=3 * num_rows * width * element_bytes, num_flops=5 * num_rows * width)
 
@@ -271,18 +177,7 @@ def swiglu(*, num_rows: int, width: int, element_bytes: int) -> Cost:
 def skinny_linear(
     *, num_rows: int, num_outputs: int, num_columns: int, element_bytes: int, num_matrices: int = 1
 ) -> Cost:
-    """Cost of skinny_linear: the weight and the rows in, the products out.
-
-    Args:
-        num_rows: M.
-        num_outputs: N.
-        num_columns: K.
-        element_bytes: size of one element.
-        num_matrices: H, weights side by side.
-
-    Returns:
-        The cost of one call.
-    """
+    """Cost of skinny_linear: the weight and the rows in, the products out."""
     elements = num_outputs * num_columns + num_rows * (num_columns + num_outputs)
     return Cost(
         num_bytes=num_matrices * elements * element_bytes,
@@ -293,15 +188,7 @@ def skinny_linear(
 def draft_heads(*, num_heads: int, batch: int, width: int, element_bytes: int, shared_input: bool = True) -> Cost:
     """Cost of draft_heads: weights, biases and states in, states out; bias, SiLU and residual are not counted as flops.
 
-    Args:
-        num_heads: K.
-        batch: B.
-        width: C.
-        element_bytes: size of one element.
-        shared_input: one state for all heads.
-
-    Returns:
-        The cost of one call.
+    With `shared_input` all heads have one state.
     """
     states = batch * width * ((1 if shared_input else num_heads) + num_heads)
     weights = num_heads * width * (width + 1)
@@ -309,17 +196,7 @@ def draft_heads(*, num_heads: int, batch: int, width: int, element_bytes: int, s
 
 
 def draft_heads_concat(*, num_parts: int, num_rows: int, width: int, element_bytes: int) -> Cost:
-    """Cost of draft_heads_concat with a residual weight: both weights and biases and all parts in, one state out.
-
-    Args:
-        num_parts: P.
-        num_rows: M.
-        width: C.
-        element_bytes: size of one element.
-
-    Returns:
-        The cost of one call.
-    """
+    """Cost of draft_heads_concat with a residual weight: both weights and biases and all parts in, one state out."""
     states = num_rows * width * (num_parts + 1)
     weights = 2 * width * (num_parts * width + 1)
     return Cost(num_bytes=(states + weights) * element_bytes, num_flops=4 * num_rows * num_parts * width * width)
@@ -338,18 +215,7 @@ def lm_head_topk(
 ) -> Cost:
     """Cost of lm_head_topk: weights and states in, the best tokens out.
 
-    Args:
-        num_heads: K.
-        batch: B.
-        width: C.
-        vocab_size: V.
-        k: tokens per row.
-        element_bytes: size of one element of weights and states.
-        rank: r of low-rank heads; None for full rank.
-        shared_weight: one weight for all heads.
-
-    Returns:
-        The cost of one call.
+    `k` tokens per row; low-rank heads have a `rank`; with `shared_weight` all heads have one weight.
     """
     rows, inner = num_heads * batch, width if rank is None else rank
     down = 0 if rank is None else num_heads * rank * width
@@ -363,18 +229,7 @@ def lm_head_topk(
 
 
 def accept_naive(*, batch: int, num_nodes: int, max_depth: int, vocab_size: int, element_bytes: int) -> Cost:
-    """Cost of accept_naive: all logits, a uniform per node, and what accept_greedy moves.
-
-    Args:
-        batch: B.
-        num_nodes: N.
-        max_depth: largest depth of the tree.
-        vocab_size: V.
-        element_bytes: size of one logit.
-
-    Returns:
-        The cost of one call.
-    """
+    """Cost of accept_naive: all logits, a uniform per node, and what accept_greedy moves."""
     walk = accept_greedy(batch=batch, num_nodes=num_nodes, max_depth=max_depth)
     num_logits = batch * num_nodes * vocab_size
     # maximum, difference, exp, sum
@@ -382,18 +237,7 @@ def accept_naive(*, batch: int, num_nodes: int, max_depth: int, vocab_size: int,
 
 
 def accept_typical(*, batch: int, num_nodes: int, max_depth: int, vocab_size: int, element_bytes: int) -> Cost:
-    """Cost of accept_typical: all logits, and what accept_greedy moves, a score per node for a target token.
-
-    Args:
-        batch: B.
-        num_nodes: N.
-        max_depth: largest depth of the tree.
-        vocab_size: V.
-        element_bytes: size of one logit.
-
-    Returns:
-        The cost of one call.
-    """
+    """Cost of accept_typical: all logits, and what accept_greedy moves, a score per node for a target token."""
     walk = accept_greedy(batch=batch, num_nodes=num_nodes, max_depth=max_depth)
     num_logits = batch * num_nodes * vocab_size
     # as accept_naive, a scale by the temperature, and the moment: a product and a sum
@@ -401,28 +245,11 @@ def accept_typical(*, batch: int, num_nodes: int, max_depth: int, vocab_size: in
 
 
 def accept_rejection(
-    *,
-    batch: int,
-    num_nodes: int,
-    num_draft_laws: int,
-    max_depth: int,
-    vocab_size: int,
-    element_bytes: int,
+    *, batch: int, num_nodes: int, num_draft_laws: int, max_depth: int, vocab_size: int, element_bytes: int
 ) -> Cost:
     """Cost of accept_rejection: both laws of every inner node, the target's of every leaf, and a walk.
 
     Further passes over laws that are in the cache by then are not counted: how many depends on the rejections.
-
-    Args:
-        batch: B.
-        num_nodes: N.
-        num_draft_laws: M.
-        max_depth: largest depth of the tree.
-        vocab_size: V.
-        element_bytes: size of one logit.
-
-    Returns:
-        The cost of one call.
     """
     walk = accept_greedy(batch=batch, num_nodes=num_nodes, max_depth=max_depth)
     num_logits = batch * (num_nodes + num_draft_laws) * vocab_size
@@ -433,29 +260,12 @@ def accept_rejection(
 
 
 def accept_traversal(
-    *,
-    batch: int,
-    num_nodes: int,
-    num_draft_laws: int,
-    max_depth: int,
-    vocab_size: int,
-    element_bytes: int,
+    *, batch: int, num_nodes: int, num_draft_laws: int, max_depth: int, vocab_size: int, element_bytes: int
 ) -> Cost:
     """Cost of accept_traversal: both laws of every inner node, the target's of every leaf, two tables, and a walk.
 
     The passes over both laws of its parent that every node but the root asks for are not counted: by then they are in
     the cache.
-
-    Args:
-        batch: B.
-        num_nodes: N.
-        num_draft_laws: M.
-        max_depth: largest depth of the tree.
-        vocab_size: V.
-        element_bytes: size of one logit.
-
-    Returns:
-        The cost of one call.
     """
     walk = accept_greedy(batch=batch, num_nodes=num_nodes, max_depth=max_depth)
     num_logits = batch * (num_nodes + num_draft_laws) * vocab_size
@@ -466,33 +276,13 @@ def accept_traversal(
 
 
 def warp_logits(*, batch: int, num_nodes: int, vocab_size: int, element_bytes: int) -> Cost:
-    """Cost of warp_logits: all logits in, as many in fp32 out; the search's passes over the cache are not counted.
-
-    Args:
-        batch: B.
-        num_nodes: N.
-        vocab_size: V.
-        element_bytes: size of one logit.
-
-    Returns:
-        The cost of one call.
-    """
+    """Cost of warp_logits: all logits in, as many in fp32 out; the search's passes over the cache are not counted."""
     num_logits = batch * num_nodes * vocab_size
     return Cost(num_bytes=num_logits * (element_bytes + 4), num_flops=num_logits)
 
 
 def sample_race(*, batch: int, num_nodes: int, vocab_size: int, element_bytes: int) -> Cost:
-    """Cost of sample_race: all logits in, a token per node out; the random numbers are integer work.
-
-    Args:
-        batch: B.
-        num_nodes: N.
-        vocab_size: V.
-        element_bytes: size of one logit.
-
-    Returns:
-        The cost of one call.
-    """
+    """Cost of sample_race: all logits in, a token per node out; the random numbers are integer work."""
     num_logits = batch * num_nodes * vocab_size
     num_bytes = num_logits * element_bytes + (batch * num_nodes + batch + 1) * _INT32_BYTES
     # two logarithms, two differences, a comparison
@@ -502,17 +292,8 @@ def sample_race(*, batch: int, num_nodes: int, vocab_size: int, element_bytes: i
 def philox_uniform(*, batch: int, count: int, exponential: bool = False) -> Cost:
     """Cost of philox_uniform, or of philox_exponential with `exponential`: seeds and step in, fp32 numbers out.
 
-    Args:
-        batch: B.
-        count: numbers per row.
-        exponential: a logarithm for each.
-
-    Returns:
-        The cost of one call; the integer work of the generator, some 20 instructions for a number, is not in it.
+    `count` numbers per row. The integer work of the generator, some 20 instructions for a number, is not counted.
     """
     num_numbers = batch * count
     flops_per_number = 4 if exponential else 1  # (add, scale, difference, logarithm), or scale
-    return Cost(
-        num_bytes=(batch + 1) * _INT64_BYTES + num_numbers * 4,
-        num_flops=flops_per_number * num_numbers,
-    )
+    return Cost(num_bytes=(batch + 1) * _INT64_BYTES + num_numbers * 4, num_flops=flops_per_number * num_numbers)

@@ -4,7 +4,9 @@
     pytest bench/kernels/bench_rms_norm.py --benchmark-only --benchmark-json=rms_norm.json
     pytest-benchmark compare before.json after.json                        # what a change did
 
-A wrong kernel gets no number: `BenchOp.run` raises `WrongResultError` before anything is timed.
+A file of bench/kernels declares an op or several (`BenchOp.of`) and binds `cases` of it to a name that begins with
+"bench_". A wrong kernel gets no number: `BenchOp.run` raises `WrongResultError` before anything is
+timed.
 
 On a GPU one round is a CUDA-graph replay of many calls, each on inputs that are not in a cache (`timing.py`).
 `extra_info` holds the figures to quote: p20, p50 and p80 of the time of one call in us, bytes and flops by hand
@@ -18,15 +20,15 @@ and the roofline is the one of an H200, as a cost model without a measured perce
 
 import dataclasses
 import functools
+import inspect
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,9 +36,9 @@ from specdec.bench.common.cost import H200, Cost, Machine
 from specdec.bench.common.machine import measure_machine
 from specdec.bench.common.provenance import provenance
 from specdec.bench.common.shapes import StepShape
-from specdec.bench.common.timing import CPU_TIMING, ROUNDS, WARMUP_ROUNDS, Call, time_on_gpu
+from specdec.bench.common.timing import CPU_TIMING, ROUNDS, WARMUP_ROUNDS, Call, quantiles, time_on_gpu
 
-__all__ = ["BenchOp", "Call", "Provider", "WrongResultError", "compiled"]
+__all__ = ["BenchOp", "Call", "Provider", "WrongResultError", "cases", "compiled", "eager"]
 
 _CPU_ROUND_S = 2e-3
 
@@ -61,6 +63,12 @@ class Provider:
     function: Callable[..., Any]
     needs_gpu: bool = False
     capturable: bool = True
+
+
+def eager(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference in the dtype of its inputs; those without floats have no other way to run."""
+    has_floats = "upcast" in inspect.signature(reference).parameters
+    return functools.partial(reference, upcast=False) if has_floats else reference
 
 
 def compiled(function: Callable[..., Any], *, eager_on_cpu: bool = False) -> Provider:
@@ -99,6 +107,7 @@ class BenchOp:
             the others are judged.
         cost: bytes and flops of one call.
         outputs: what to compare, from the call and what it returned; an op that works in place names its arguments.
+        shapes: where it is timed.
     """
 
     name: str
@@ -107,10 +116,42 @@ class BenchOp:
     providers: Mapping[str, Provider]
     cost: Callable[[StepShape], Cost]
     outputs: Callable[[Call, Any], Any] = lambda _, result: result
+    shapes: Sequence[StepShape] = ()
 
     def __post_init__(self) -> None:
         if "reference" not in self.providers:
             raise ValueError(f"providers: expected one named 'reference', got {', '.join(self.providers) or 'none'}")
+
+    @classmethod
+    def of(
+        cls,
+        op: Callable[..., Any],
+        reference: Callable[..., Any],
+        *,
+        others: Mapping[str, Provider | Callable[..., Any]],
+        name: str = "",
+        waits: bool = False,
+        **settings: Any,
+    ) -> "BenchOp":
+        """An op of this library and its reference, beside other ways to compute it.
+
+        Args:
+            op: the launcher; "triton" among the providers.
+            reference: its reference, the definition; "reference" among the providers.
+            others: the other providers, by name. A function alone can be captured and runs anywhere.
+            name: name in the records, if it is not the op's.
+            waits: the reference waits for the GPU.
+            **settings: the other attributes.
+
+        Returns:
+            The op.
+        """
+        providers = {
+            "reference": Provider(eager(reference), capturable=not waits),
+            **{key: found if isinstance(found, Provider) else Provider(found) for key, found in others.items()},
+            "triton": Provider(functools.partial(op, backend="triton"), needs_gpu=True),
+        }
+        return cls(name=name or op.__name__, definition=reference, providers=providers, **settings)
 
     def run(self, benchmark: Any, provider: str, shape: StepShape) -> None:
         """Check one provider at one shape, time it and record the time.
@@ -176,19 +217,33 @@ class BenchOp:
         return self.make(shape, generator.manual_seed(zlib.crc32(f"{self.name} {shape}".encode())))
 
 
+def cases(ops: BenchOp | Mapping[str, BenchOp]) -> Callable[..., None]:
+    """The benchmark that pytest collects: an op, or kinds of one by name, at every shape with every provider."""
+    kinds = {"": ops} if isinstance(ops, BenchOp) else ops
+    found = [
+        pytest.param(op, provider, shape, id="-".join(filter(None, (kind, str(shape), provider))))
+        for kind, op in kinds.items()
+        for shape in op.shapes
+        for provider in op.providers
+    ]
+
+    @pytest.mark.parametrize(("op", "provider", "shape"), found)
+    def bench(benchmark: Any, op: BenchOp, provider: str, shape: StepShape) -> None:
+        op.run(benchmark, provider, shape)
+
+    return bench
+
+
 def _figures(times_us: list[float], cost: Cost, machine: Machine, *, measured: bool) -> dict[str, Any]:
     """Quantiles, cost and roofline; a percentage only on the machine itself, no quantiles if nothing was timed."""
-    floor_us = cost.roofline_us(machine)
-    p20, p50, p80 = np.percentile(times_us, [20, 50, 80]).tolist() if times_us else (None, None, None)
+    floor_us, found = cost.roofline_us(machine), quantiles(times_us)
     return {
-        "p20_us": p20,
-        "p50_us": p50,
-        "p80_us": p80,
+        **found,
         "bytes": cost.num_bytes,
         "flops": cost.num_flops,
         "roofline_us": floor_us,
         "roofline_machine": machine.name,
-        "percent_of_roofline": 100 * floor_us / p50 if measured and p50 else None,
+        "percent_of_roofline": 100 * floor_us / found["p50_us"] if measured and found["p50_us"] else None,
     }
 
 

@@ -23,7 +23,8 @@ from specdec.bench.common.cost import Machine
 from specdec.bench.common.provenance import append_record
 from specdec.bench.common.timing import WARMUP_ROUNDS, Call, elapsed_us, time_calls
 
-__all__ = ["describe_machine", "graph_gap_us", "limits", "main", "measure_machine", "require_gpu"]
+__all__ = ["describe_machine", "graph_gap_us", "limits", "main", "measure_machine", "parse_options"]
+__all__ += ["require_gpu"]
 
 _REPETITIONS = 20
 _CHAIN = 25  # times the calls of a round: a graph of 1000 kernels
@@ -124,29 +125,31 @@ def _nvidia_smi() -> str | None:
     return done.stdout.strip()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Describe and measure the machine; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="specdec.bench.common.machine", description=__doc__.splitlines()[0])
+def parse_options(command: str, doc: str, arguments: list[str] | None) -> argparse.Namespace:
+    """`--dry` and `--output` of a command that needs a GPU, and its description from the docstring of its module.
+
+    Raises:
+        RuntimeError: there is no GPU, and the run is not dry.
+    """
+    parser = argparse.ArgumentParser(prog=command, description=doc.splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="small sizes, on the CPU if there is no GPU")
     parser.add_argument("--output", type=Path, required=True, help="JSON-lines file that the records are appended to")
     options = parser.parse_args(arguments)
     if not options.dry:
-        require_gpu(parser.prog)
+        require_gpu(command)
+    return options
 
+
+def main(arguments: list[str] | None = None) -> int:
+    """Describe and measure the machine; returns the exit status."""
+    options = parse_options("specdec.bench.common.machine", __doc__, arguments)
     append_record(options.output, {"bench": "machine", "measured": "environment", **describe_machine()})
     machine = limits(copy_bytes=2**20, matrix_size=128) if options.dry else measure_machine()
     gap_us, timing = graph_gap_us()
-    record = {
-        "bench": "machine",
-        "measured": "limits",
-        "bytes_per_s": machine.bytes_per_s,
-        "flops_per_s": machine.flops_per_s,
-        "graph_gap_us": gap_us,
-        "timing": timing,
-    }
-    append_record(options.output, record)
-    print(f"copy {machine.bytes_per_s / 1e12:.3g} TB/s, product {machine.flops_per_s / 1e12:.3g} TFLOP/s, "
-          f"{gap_us:.3g} us per kernel of a chain ({timing})")  # fmt: skip
+    found = {"bytes_per_s": machine.bytes_per_s, "flops_per_s": machine.flops_per_s, "graph_gap_us": gap_us}
+    append_record(options.output, {"bench": "machine", "measured": "limits", **found, "timing": timing})
+    copy, product = machine.bytes_per_s / 1e12, machine.flops_per_s / 1e12
+    print(f"copy {copy:.3g} TB/s, product {product:.3g} TFLOP/s, {gap_us:.3g} us per kernel of a chain ({timing})")
     return 0
 
 

@@ -6,23 +6,12 @@ A machine without a GPU gets the tiny shapes only: its times are no claim, they 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = [
-    "BATCHES",
-    "CONTEXTS",
-    "LLAMA_2_7B",
-    "LLAMA_3_8B",
-    "MODELS",
-    "TINY",
-    "TREES",
-    "VICUNA_13B",
-    "ModelShape",
-    "StepShape",
-    "TreeSize",
-    "step_shapes",
-]
+__all__ = ["BATCHES", "CONTEXTS", "LLAMA_2_7B", "LLAMA_3_8B", "MODELS", "TINY", "TREES", "VICUNA_13B", "ModelShape"]
+__all__ += ["StepShape", "TreeSize", "matrices", "step_shapes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +134,22 @@ class StepShape:
         """Name of the benchmark: model, batch, nodes and context."""
         return f"{self.model.name}-b{self.batch}-n{self.tree.num_nodes}-ctx{self.context}"
 
+    def sizes(self, *names: str) -> dict[str, Any]:
+        """Some sizes (int) by the names that cost functions have for them; what is not a step's is its model's."""
+        own = {"batch": self.batch, "context": self.context, "element_bytes": self.dtype.itemsize}
+        own |= {"num_nodes": self.tree.num_nodes, "num_rows": self.batch * self.tree.num_nodes}
+        own |= {"max_depth": self.tree.max_depth, "width": self.model.hidden_size}
+        return {name: own[name] if name in own else getattr(self.model, name) for name in names}
+
+    def normal(self, generator: torch.Generator, *size: int) -> torch.Tensor:
+        """[size] of the step's dtype, normal random numbers on the generator's device."""
+        return torch.randn(size, generator=generator, device=generator.device, dtype=self.dtype)
+
+    def random_tokens(self, generator: torch.Generator, *size: int) -> torch.Tensor:
+        """[size] int32, random tokens on the generator's device."""
+        high = self.model.vocab_size
+        return torch.randint(high, size, generator=generator, device=generator.device, dtype=torch.int32)
+
 
 def step_shapes(
     *,
@@ -174,3 +179,15 @@ def step_shapes(
 def _distance(shape: StepShape) -> int:
     """In how many respects a step differs from the usual one: one request, 64 nodes, 2048 tokens."""
     return (shape.batch != 1) + (shape.tree.num_nodes != 64) + (shape.context != 2048)
+
+
+def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """Weights of a layer and the LM head by name: outputs, inputs. Fused as a runtime would fuse them."""
+    width = model.hidden_size
+    return {
+        "qkv": ((model.num_heads + 2 * model.num_kv_heads) * model.head_dim, width),
+        "o": (width, model.num_heads * model.head_dim),
+        "gate_up": (2 * model.intermediate_size, width),
+        "down": (width, model.intermediate_size),
+        "lm_head": (model.vocab_size, width),
+    }

@@ -6,13 +6,15 @@ finds its inputs in device memory.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["CPU_TIMING", "ROUNDS", "WARMUP_ROUNDS", "Call", "elapsed_us", "rotation", "time_calls", "time_on_gpu"]
+__all__ = ["CPU_TIMING", "ROUNDS", "WARMUP_ROUNDS", "Call", "elapsed_us", "quantiles", "rotation", "time_calls"]
+__all__ += ["time_on_gpu"]
 
 ROUNDS = 30
 WARMUP_ROUNDS = 3
@@ -149,6 +151,11 @@ def elapsed_us(function: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return 1e3 * float(start.elapsed_time(end))
+
+
+def quantiles(times_us: Sequence[float]) -> dict[str, float | None]:
+    """p20, p50 and p80 of times in us, as a record has them; None if nothing was timed."""
+    return {f"p{q}_us": float(np.percentile(times_us, q)) if times_us else None for q in (20, 50, 80)}
 
 
 def _run_rounds(target: Callable[[], Any], *, setup: Callable[[], Any], rounds: int, warmup_rounds: int) -> None:

@@ -22,12 +22,12 @@ from specdec.bench.common.shapes import TINY, StepShape, TreeSize
 
 __all__ = ["OPS", "main"]
 
+# by the names of their benchmarks
 OPS = (
-    "tree_attention", "kv_compact", "skinny_linear", "draft_heads", "lm_head_topk", "accept_rejection", "tree_rerank",
-    "accept_typical", "sample_probs", "rope_kv_write",
-)  # fmt: skip
-"""By the names of their benchmarks: merges by the last to arrive, changes in place, reads of what the program stored,
-loads through shared memory ahead of their use (accept_rejection), and gathers there (accept_typical)."""
+    *("tree_attention", "skinny_linear", "draft_heads", "lm_head_topk"),  # the last to arrive merges
+    *("kv_compact", "rope_kv_write", "tree_rerank", "sample_probs"),  # changed in place, or read after being stored
+    *("accept_rejection", "accept_typical"),  # loads through shared memory ahead of their use, and gathers there
+)
 
 # keys, columns and vocabulary enough to be split, and few enough for a detector that slows the GPU down a hundredfold
 _MODEL = replace(TINY, name="tiny-wide", hidden_size=1024, intermediate_size=1024, vocab_size=8192)

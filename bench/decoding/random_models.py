@@ -11,26 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.bench.common.shapes import ModelShape
-from specdec.drafters.amphista import Amphista
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.eagle import Eagle
-from specdec.drafters.falcon import Falcon
-from specdec.drafters.hydra import Hydra
+from specdec.drafters.kinds import network_class
 from specdec.drafters.lookahead import Lookahead
-from specdec.drafters.medusa import Medusa
-from specdec.drafters.parallelspec import ParallelSpec
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafting.base import Drafter
-from specdec.models.networks.amphista import AmphistaConfig, AmphistaNetwork
-from specdec.models.networks.eagle import EagleConfig, EagleNetwork
-from specdec.models.networks.falcon import FalconConfig, FalconNetwork
-from specdec.models.networks.hydra import HydraConfig, HydraNetwork
-from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
-from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
@@ -106,14 +94,17 @@ def _build(make: Callable[[], Any], device: torch.device | str, dtype: torch.dty
     return module.to(device=device, dtype=dtype).eval()
 
 
-def _network(drafter: type, network: type[nn.Module], make_config: Callable[..., Any], **settings: Any) -> Any:
-    """A maker of a drafter with a network; `tree` among the settings is its tree."""
-    tree = settings.pop("tree", None)
+def _network(
+    kind: str, *, tree: TreeShape | DynamicTree | None = None, sizes: str = "for_target", **settings: Any
+) -> Callable[[Target], Drafter]:
+    """A maker of a drafter with a network, whose config is that method's of its class with these settings."""
 
     def make(target: Target) -> Drafter:
-        config = make_config(target.model.config, **settings)
+        drafter: Any = network_class(kind)
+        network = drafter.network_class
+        config = getattr(network.config_class, sizes)(target.model.config, **settings)
         built = _build(lambda: network(config), target.device, target.dtype, seed=1)
-        found: Drafter = drafter(built, drafter.default_tree(config) if tree is None else tree)  # type: ignore[attr-defined]
+        found: Drafter = drafter(built, drafter.default_tree(config) if tree is None else tree)
         return found
 
     return make
@@ -130,30 +121,29 @@ def _small_model(target: Target) -> Drafter:
 
 def _eagle3(target: Target) -> Drafter:
     size, last = min(32000, target.vocab_size), target.num_layers - 1
-    taps = {} if target.num_layers >= 7 else {"tap_layers": (0, last // 2, last)}
-    make = _network(Eagle, EagleNetwork, EagleConfig.for_target, version=3, draft_vocab_size=size, **taps)
-    return make(target)
+    taps: dict[str, Any] = {} if target.num_layers >= 7 else {"tap_layers": (0, last // 2, last)}
+    return _network("eagle3", version=3, draft_vocab_size=size, **taps)(target)
 
 
 def _low_rank_amphista(target: Target) -> Drafter:
     rank = min(_LOW_RANK, math.ceil(target.hidden_size / 2))
-    return _network(Amphista, AmphistaNetwork, AmphistaConfig.for_target, head_rank=rank)(target)
+    return _network("amphista", head_rank=rank)(target)
 
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
-    "medusa": _network(Medusa, MedusaHeads, MedusaConfig.for_target, num_heads=5),
-    "eagle": _network(Eagle, EagleNetwork, EagleConfig.for_target),
-    "hydra++": _network(Hydra, HydraNetwork, HydraConfig.plus_plus),
-    "parallelspec": _network(ParallelSpec, ParallelSpecNetwork, ParallelSpecConfig.for_target),
+    "medusa": _network("medusa", num_heads=5),
+    "eagle": _network("eagle"),
+    "hydra++": _network("hydra++", sizes="plus_plus"),
+    "parallelspec": _network("parallelspec"),
     "amphista_low_rank": _low_rank_amphista,
-    "falcon": _network(Falcon, FalconNetwork, FalconConfig.for_target),
-    "eagle2": _network(Eagle, EagleNetwork, EagleConfig.for_target, tree=DynamicTree()),
+    "falcon": _network("falcon"),
+    "eagle2": _network("eagle", tree=DynamicTree()),
     "eagle3": _eagle3,
-    "amphista": _network(Amphista, AmphistaNetwork, AmphistaConfig.for_target),
-    "hydra": _network(Hydra, HydraNetwork, HydraConfig.for_target),
-    "parallelspec_medusa": _network(ParallelSpec, ParallelSpecNetwork, ParallelSpecConfig.for_target, variant="medusa"),
+    "amphista": _network("amphista"),
+    "hydra": _network("hydra"),
+    "parallelspec_medusa": _network("parallelspec", variant="medusa"),
     "draft_model": _small_model,
-    "lookahead": lambda target: Lookahead(),  # noqa: ARG005 - makers take a target
-    "prompt_lookup": lambda target: PromptLookup(),  # noqa: ARG005 - makers take a target
+    "lookahead": lambda _target: Lookahead(),
+    "prompt_lookup": lambda _target: PromptLookup(),
 }
 """Makers of drafters by name, the most telling first."""

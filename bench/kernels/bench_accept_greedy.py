@@ -5,28 +5,25 @@ Question: does the decision stay under 4 us, without a synchronisation?
     pytest bench/kernels/bench_accept_greedy.py --benchmark-only
 """
 
-import functools
-from typing import Any
-
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.harness import BenchOp, Call, cases
 from specdec.bench.common.shapes import StepShape
 from specdec.kernels.accept_greedy import accept_greedy
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.reference.accept_greedy import accept_greedy as accept_greedy_reference
+from specdec.kernels.reference.accept_greedy import accept_greedy as reference
+
+
+def distinct_tokens(shape: StepShape, generator: torch.Generator) -> torch.Tensor:
+    """[B, N] int32, another token for every node of a tree."""
+    nodes = torch.arange(shape.tree.num_nodes, dtype=torch.int32, device=generator.device)
+    return (shape.random_tokens(generator, shape.batch, 1) + nodes) % shape.model.vocab_size
 
 
 def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     """Every node has its own token; the target agrees with the deepest path in even rows, with no child in odd ones."""
-    device = generator.device
-    first = torch.randint(
-        shape.model.vocab_size, (shape.batch, 1), generator=generator, device=device, dtype=torch.int32
-    )
-    nodes = torch.arange(shape.tree.num_nodes, dtype=torch.int32, device=device)
-    tokens = (first + nodes) % shape.model.vocab_size
+    device, tokens = generator.device, distinct_tokens(shape, generator)
     target_tokens = torch.full_like(tokens, -2)
     path = torch.tensor(shape.tree.path(), device=device)
     target_tokens[::2, path[:-1]] = tokens[::2, path[1:]]
@@ -49,41 +46,37 @@ def compare_paths(
         depth = depth + has_parent.int()
         ancestor = above.gather(1, ancestor)
     num_accepted, last = torch.where(reached, depth, 0).max(dim=1)
+    path = path_to(last, num_accepted, above, max_depth)
+    next_root = target_tokens.gather(1, last[:, None])[:, 0]
+    return verdict_of(path, num_accepted, next_root, target_tokens.gather(1, path))
 
+
+def path_to(last: torch.Tensor, num_accepted: torch.Tensor, above: torch.Tensor, max_depth: int) -> torch.Tensor:
+    """[B, max_depth + 1] nodes from the root to the last one [B], then any; `above` [B, N] has parents."""
     nodes = [last]
     for _ in range(max_depth):
         nodes.append(above.gather(1, nodes[-1][:, None])[:, 0])
-    climb = torch.stack(nodes, dim=1)  # [B, max_depth + 1], from the last node up, then the root again and again
-    steps = torch.arange(max_depth + 1, device=tokens.device)
-    on_path = steps <= num_accepted[:, None]
-    path = climb.gather(1, (num_accepted[:, None] - steps).clamp(min=0).long())
-    emitted = target_tokens.gather(1, path)
-    return Verdict(
-        path=torch.where(on_path, path, -1).int(),
-        num_accepted=num_accepted.int(),
-        next_root=target_tokens.gather(1, last[:, None])[:, 0],
-        emitted=torch.where(on_path, emitted, -1),
-    )
+    climb = torch.stack(nodes, dim=1)  # from the last node up, then the root again and again
+    steps = torch.arange(max_depth + 1, device=last.device)
+    return climb.gather(1, (num_accepted[:, None] - steps).clamp(min=0).long())
 
 
-OP = BenchOp(
-    name="accept_greedy",
+def verdict_of(
+    path: torch.Tensor, num_accepted: torch.Tensor, next_root: torch.Tensor, emitted: torch.Tensor
+) -> Verdict:
+    """The verdict, padded behind the path's last node."""
+    on_path = torch.arange(path.shape[1], device=path.device) <= num_accepted[:, None]
+    padded = torch.where(on_path, path, -1).int()
+    return Verdict(padded, num_accepted.int(), next_root, torch.where(on_path, emitted, -1))
+
+
+OP = BenchOp.of(
+    accept_greedy,
+    reference,
     make=make_inputs,
-    definition=accept_greedy_reference,
-    providers={
-        "reference": Provider(accept_greedy_reference, capturable=False),
-        "compare_paths": Provider(compare_paths),
-        "triton": Provider(functools.partial(accept_greedy, backend="triton"), needs_gpu=True),
-    },
-    cost=lambda shape: cost.accept_greedy(
-        batch=shape.batch, num_nodes=shape.tree.num_nodes, max_depth=shape.tree.max_depth
-    ),
+    others={"compare_paths": compare_paths},
+    waits=True,
+    cost=lambda shape: cost.accept_greedy(**shape.sizes("batch", "num_nodes", "max_depth")),
+    shapes=shapes.step_shapes(models=[shapes.LLAMA_2_7B], trees=shapes.TREES[1:], contexts=[2048]),
 )
-SHAPES = shapes.step_shapes(models=[shapes.LLAMA_2_7B], trees=shapes.TREES[1:], contexts=[2048])
-
-
-@pytest.mark.parametrize("provider", OP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_accept_greedy(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OP.run(benchmark, provider, shape)
+bench_accept_greedy = cases(OP)

@@ -7,16 +7,17 @@ is a pass of one program over the vocabulary?
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common import cost
+from specdec.bench.common.harness import BenchOp, Call, cases
 from specdec.bench.common.shapes import StepShape
+from specdec.bench.kernels.bench_accept_naive import LAW_SIZES, SHAPES
 from specdec.kernels.accept_rejection import accept_rejection
-from specdec.kernels.reference.accept_rejection import accept_rejection as accept_rejection_reference
+from specdec.kernels.reference.accept_rejection import accept_rejection as reference
 
 _NUM_LIKELY = 16
 
@@ -58,35 +59,26 @@ def make_inputs(rejecting: bool, shape: StepShape, generator: torch.Generator) -
     )
 
 
-def rejection_cost(shape: StepShape) -> cost.Cost:
-    """Cost at a shape."""
-    return cost.accept_rejection(
-        batch=shape.batch, num_nodes=shape.tree.num_nodes, num_draft_laws=len(inner_nodes(shape)),
-        max_depth=shape.tree.max_depth, vocab_size=shape.model.vocab_size, element_bytes=4,
-    )  # fmt: skip
+def usual_and_rejecting(
+    op: Callable[..., Any], reference: Callable[..., Any], make: Callable[..., Call], cost_of: Callable[..., cost.Cost]
+) -> dict[str, BenchOp]:
+    """An acceptance rule of two laws, with usual uniforms and with rejecting ones."""
+    return {
+        kind: BenchOp.of(
+            op,
+            reference,
+            name=f"{op.__name__}_{kind}",
+            make=functools.partial(make, kind == "rejecting"),
+            others={},
+            waits=True,
+            cost=lambda shape: cost_of(
+                **shape.sizes(*LAW_SIZES), num_draft_laws=len(inner_nodes(shape)), element_bytes=4
+            ),
+            shapes=SHAPES,
+        )
+        for kind in ("usual", "rejecting")
+    }
 
 
-OPS = {
-    name: BenchOp(
-        name=f"accept_rejection_{name}",
-        make=functools.partial(make_inputs, name == "rejecting"),
-        definition=accept_rejection_reference,
-        providers={
-            "reference": Provider(functools.partial(accept_rejection_reference, upcast=False), capturable=False),
-            "triton": Provider(functools.partial(accept_rejection, backend="triton"), needs_gpu=True),
-        },
-        cost=rejection_cost,
-    )
-    for name in ("usual", "rejecting")
-}
-SHAPES = shapes.step_shapes(
-    models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[1:3], contexts=[2048]
-)
-
-
-@pytest.mark.parametrize("provider", ["reference", "triton"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", OPS)
-def bench_accept_rejection(benchmark: Any, kind: str, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OPS[kind].run(benchmark, provider, shape)
+OPS = usual_and_rejecting(accept_rejection, reference, make_inputs, cost.accept_rejection)
+bench_accept_rejection = cases(OPS)

@@ -6,18 +6,15 @@ launch of its own, beside many depths?
     pytest bench/kernels/bench_accept_traversal.py --benchmark-only
 """
 
-import functools
-from typing import Any
-
-import pytest
 import torch
 
 from specdec.bench.common import cost
-from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.harness import Call, cases
 from specdec.bench.common.shapes import StepShape
 from specdec.bench.kernels import bench_accept_rejection
+from specdec.bench.kernels.bench_accept_rejection import usual_and_rejecting
 from specdec.kernels.accept_traversal import accept_traversal
-from specdec.kernels.reference.accept_traversal import accept_traversal as accept_traversal_reference
+from specdec.kernels.reference.accept_traversal import accept_traversal as reference
 from specdec.trees.shape import TreeShape
 from specdec.trees.traversal import TraversalTables
 
@@ -31,33 +28,5 @@ def make_inputs(rejecting: bool, shape: StepShape, generator: torch.Generator) -
     return Call(args=(*call.args, tables.order, tables.steps), kwargs={"max_depth": shape.tree.max_depth})
 
 
-def traversal_cost(shape: StepShape) -> cost.Cost:
-    """Cost at a shape."""
-    return cost.accept_traversal(
-        batch=shape.batch, num_nodes=shape.tree.num_nodes,
-        num_draft_laws=len(bench_accept_rejection.inner_nodes(shape)), max_depth=shape.tree.max_depth,
-        vocab_size=shape.model.vocab_size, element_bytes=4,
-    )  # fmt: skip
-
-
-OPS = {
-    name: BenchOp(
-        name=f"accept_traversal_{name}",
-        make=functools.partial(make_inputs, name == "rejecting"),
-        definition=accept_traversal_reference,
-        providers={
-            "reference": Provider(functools.partial(accept_traversal_reference, upcast=False), capturable=False),
-            "triton": Provider(functools.partial(accept_traversal, backend="triton"), needs_gpu=True),
-        },
-        cost=traversal_cost,
-    )
-    for name in ("usual", "rejecting")
-}
-
-
-@pytest.mark.parametrize("provider", ["reference", "triton"])
-@pytest.mark.parametrize("shape", bench_accept_rejection.SHAPES, ids=str)
-@pytest.mark.parametrize("kind", OPS)
-def bench_accept_traversal(benchmark: Any, kind: str, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OPS[kind].run(benchmark, provider, shape)
+OPS = usual_and_rejecting(accept_traversal, reference, make_inputs, cost.accept_traversal)
+bench_accept_traversal = cases(OPS)

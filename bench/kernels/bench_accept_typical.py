@@ -5,24 +5,21 @@ Question: does the decision cost more than reading the logits once, and under 10
     pytest bench/kernels/bench_accept_typical.py --benchmark-only
 """
 
-import functools
-from typing import Any
-
-import pytest
 import torch
 
-from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common import cost
+from specdec.bench.common.harness import BenchOp, Call, cases, compiled
 from specdec.bench.common.shapes import StepShape
-from specdec.bench.kernels.bench_accept_naive import make_inputs as make_naive_inputs
+from specdec.bench.kernels import bench_accept_naive
+from specdec.bench.kernels.bench_accept_greedy import path_to, verdict_of
 from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.reference.accept_typical import accept_typical as accept_typical_reference
+from specdec.kernels.reference.accept_typical import accept_typical as reference
 
 
 def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     """The trees and laws of accept_naive, with the usual settings and the most probable next root."""
-    call = make_naive_inputs(shape, generator)
+    call = bench_accept_naive.make_inputs(shape, generator)
     return Call(args=(*call.args[:3], None), kwargs={**call.kwargs, "threshold": 0.09, "alpha": 0.3})
 
 
@@ -55,47 +52,20 @@ def softmax_and_climb(
     depth = torch.where(total > float("-inf"), depth, -1)
     num_accepted = depth.amax(1)
     last = torch.where(depth == num_accepted[:, None], total, float("-inf")).argmax(1)
-
-    nodes = [last]
-    for _ in range(max_depth):
-        nodes.append(above.gather(1, nodes[-1][:, None])[:, 0])
-    climb = torch.stack(nodes, dim=1)  # from the last node up, then the root again and again
-    steps = torch.arange(max_depth + 1, device=tokens.device)
-    on_path = steps <= num_accepted[:, None]
-    path = climb.gather(1, (num_accepted[:, None] - steps).clamp(min=0).long())
+    path = path_to(last, num_accepted, above, max_depth)
     next_root = logits[torch.arange(batch, device=tokens.device), last].argmax(-1).int()
     following = torch.cat([tokens.gather(1, path)[:, 1:], next_root[:, None]], dim=1)
-    emitted = torch.where(steps == num_accepted[:, None], next_root[:, None], following)
-    return Verdict(
-        path=torch.where(on_path, path, -1).int(),
-        num_accepted=num_accepted.int(),
-        next_root=next_root,
-        emitted=torch.where(on_path, emitted, -1),
-    )
+    emitted = following.scatter(1, num_accepted[:, None].long(), next_root[:, None])
+    return verdict_of(path, num_accepted, next_root, emitted)
 
 
-OP = BenchOp(
-    name="accept_typical",
+OP = BenchOp.of(
+    accept_typical,
+    reference,
     make=make_inputs,
-    definition=accept_typical_reference,
-    providers={
-        "reference": Provider(functools.partial(accept_typical_reference, upcast=False), capturable=False),
-        "softmax": Provider(softmax_and_climb),
-        "compile": compiled(softmax_and_climb),
-        "triton": Provider(functools.partial(accept_typical, backend="triton"), needs_gpu=True),
-    },
-    cost=lambda shape: cost.accept_typical(
-        batch=shape.batch, num_nodes=shape.tree.num_nodes, max_depth=shape.tree.max_depth,
-        vocab_size=shape.model.vocab_size, element_bytes=4,
-    ),
-)  # fmt: skip
-SHAPES = shapes.step_shapes(
-    models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[1:3], contexts=[2048]
+    others={"softmax": softmax_and_climb, "compile": compiled(softmax_and_climb)},
+    waits=True,
+    cost=lambda shape: cost.accept_typical(**shape.sizes(*bench_accept_naive.LAW_SIZES), element_bytes=4),
+    shapes=bench_accept_naive.SHAPES,
 )
-
-
-@pytest.mark.parametrize("provider", OP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_accept_typical(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OP.run(benchmark, provider, shape)
+bench_accept_typical = cases(OP)

@@ -6,14 +6,12 @@ Question: do all heads of a step take as long as their weights take to read, and
 """
 
 import functools
-from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.harness import BenchOp, Call, cases, compiled, eager
 from specdec.bench.common.shapes import StepShape
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.reference import draft_heads as reference
@@ -49,56 +47,26 @@ def loop_of_linears(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
     return torch.stack([x + F.silu(F.linear(x, w, b)) for w, b in zip(weight, bias, strict=True)])
 
 
-eager_heads = functools.partial(reference.draft_heads, upcast=False)
-eager_concat = functools.partial(reference.draft_heads_concat, upcast=False)
-
-HEADS = BenchOp(
-    name="draft_heads",
-    make=make_heads,
-    definition=reference.draft_heads,
-    providers={
-        "reference": Provider(eager_heads),
-        "loop": Provider(loop_of_linears),
-        "compile": compiled(eager_heads),
-        "triton": Provider(functools.partial(draft_heads, backend="triton"), needs_gpu=True),
-    },
-    cost=lambda shape: cost.draft_heads(
-        num_heads=NUM_HEADS,
-        batch=shape.batch,
-        width=shape.model.hidden_size,
-        element_bytes=shape.dtype.itemsize,
-    ),
-)
-CONCAT = BenchOp(
-    name="draft_heads_concat",
-    make=make_concat,
-    definition=reference.draft_heads_concat,
-    providers={
-        "reference": Provider(eager_concat),
-        "compile": compiled(eager_concat),
-        "triton": Provider(functools.partial(draft_heads_concat, backend="triton"), needs_gpu=True),
-    },
-    cost=lambda shape: cost.draft_heads_concat(
-        num_parts=NUM_PARTS,
-        num_rows=concat_rows(shape),
-        width=shape.model.hidden_size,
-        element_bytes=shape.dtype.itemsize,
-    ),
-)
 SHAPES = shapes.step_shapes(
     models=[shapes.LLAMA_2_7B, shapes.VICUNA_13B], batches=[1, 8], trees=shapes.TREES[2:3], contexts=[2048]
 )
-
-
-@pytest.mark.parametrize("provider", HEADS.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_draft_heads(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    HEADS.run(benchmark, provider, shape)
-
-
-@pytest.mark.parametrize("provider", CONCAT.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_draft_heads_concat(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    CONCAT.run(benchmark, provider, shape)
+HEADS = BenchOp.of(
+    draft_heads,
+    reference.draft_heads,
+    make=make_heads,
+    others={"loop": loop_of_linears, "compile": compiled(eager(reference.draft_heads))},
+    cost=lambda shape: cost.draft_heads(num_heads=NUM_HEADS, **shape.sizes("batch", "width", "element_bytes")),
+    shapes=SHAPES,
+)
+CONCAT = BenchOp.of(
+    draft_heads_concat,
+    reference.draft_heads_concat,
+    make=make_concat,
+    others={"compile": compiled(eager(reference.draft_heads_concat))},
+    cost=lambda shape: cost.draft_heads_concat(
+        num_parts=NUM_PARTS, num_rows=concat_rows(shape), **shape.sizes("width", "element_bytes")
+    ),
+    shapes=SHAPES,
+)
+bench_draft_heads = cases(HEADS)
+bench_draft_heads_concat = cases(CONCAT)

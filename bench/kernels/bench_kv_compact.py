@@ -6,32 +6,23 @@ Question: is a commit more than the cost of a launch?
 """
 
 import functools
-from typing import Any
 
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.harness import BenchOp, Call, cases
 from specdec.bench.common.shapes import StepShape
 from specdec.kernels.kv_compact import kv_compact
-from specdec.kernels.reference.kv_compact import kv_compact as kv_compact_reference
+from specdec.kernels.reference.kv_compact import kv_compact as reference
 
 
 def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     """The path to the last node of the tree, accepted in full by every request."""
     model, device, path = shape.model, generator.device, shape.tree.path()
     capacity = shape.context + shape.tree.num_nodes
-    cache_shape = (model.num_layers, 2, shape.batch, capacity, model.num_kv_heads, model.head_dim)
+    cache = shape.normal(generator, model.num_layers, 2, shape.batch, capacity, model.num_kv_heads, model.head_dim)
     int32 = functools.partial(torch.tensor, dtype=torch.int32, device=device)
-    return Call(
-        args=(
-            torch.randn(cache_shape, generator=generator, device=device, dtype=shape.dtype),
-            int32([shape.context] * shape.batch),
-            int32([path] * shape.batch),
-            int32([len(path) - 1] * shape.batch),
-        )
-    )
+    return Call(args=(cache, *(int32([value] * shape.batch) for value in (shape.context, path, len(path) - 1))))
 
 
 def gather_scatter(cache_: torch.Tensor, lengths: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
@@ -47,32 +38,19 @@ def compact_cost(shape: StepShape) -> cost.Cost:
     path = shape.tree.path()
     return cost.kv_compact(
         num_moved=shape.batch * sum(node != j for j, node in enumerate(path)),
-        num_layers=shape.model.num_layers,
-        num_kv_heads=shape.model.num_kv_heads,
-        head_dim=shape.model.head_dim,
-        element_bytes=shape.dtype.itemsize,
-        batch=shape.batch,
         path_length=len(path),
+        **shape.sizes("num_layers", "num_kv_heads", "head_dim", "element_bytes", "batch"),
     )
 
 
-OP = BenchOp(
-    name="kv_compact",
+OP = BenchOp.of(
+    kv_compact,
+    reference,
     make=make_inputs,
-    definition=kv_compact_reference,
-    providers={
-        "reference": Provider(kv_compact_reference, capturable=False),
-        "gather_scatter": Provider(gather_scatter),
-        "triton": Provider(functools.partial(kv_compact, backend="triton"), needs_gpu=True),
-    },
+    others={"gather_scatter": gather_scatter},
+    waits=True,
     cost=compact_cost,
     outputs=lambda call, _: call.args[0],
+    shapes=shapes.step_shapes(batches=[1, 8], trees=[shapes.TREES[2]], contexts=[2048]),
 )
-SHAPES = shapes.step_shapes(batches=[1, 8], trees=[shapes.TREES[2]], contexts=[2048])
-
-
-@pytest.mark.parametrize("provider", OP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_kv_compact(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OP.run(benchmark, provider, shape)
+bench_kv_compact = cases(OP)

@@ -8,17 +8,15 @@ the time, stay under 1.6 times their bytes, selection included?
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.harness import BenchOp, Call, cases, compiled
 from specdec.bench.common.shapes import StepShape
 from specdec.kernels.common.topk import TopK
 from specdec.kernels.lm_head_topk import lm_head_topk
-from specdec.kernels.reference.lm_head_topk import lm_head_topk as lm_head_topk_reference
+from specdec.kernels.reference.lm_head_topk import lm_head_topk as reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +87,26 @@ def head_cost(kind: HeadKind, shape: StepShape) -> cost.Cost:
     return cost.lm_head_topk(
         num_heads=kind.num_heads,
         batch=kind.num_rows(shape),
-        width=shape.model.hidden_size,
-        vocab_size=shape.model.vocab_size,
+        **shape.sizes("width", "vocab_size", "element_bytes"),
         k=kind.num_best,
-        element_bytes=shape.dtype.itemsize,
         rank=kind.rank,
         shared_weight=kind.shared_weight,
     )
 
 
 OPS = {
-    name: BenchOp(
+    name: BenchOp.of(
+        lm_head_topk,
+        reference,
         name=f"lm_head_topk_{name}",
         make=functools.partial(make_inputs, kind),
-        definition=lm_head_topk_reference,
-        providers={
-            "reference": Provider(functools.partial(lm_head_topk_reference, upcast=False)),
-            "topk": Provider(product_and_topk),
-            "compile": compiled(product_and_topk),
-            "triton": Provider(functools.partial(lm_head_topk, backend="triton"), needs_gpu=True),
-        },
+        others={"topk": product_and_topk, "compile": compiled(product_and_topk)},
         cost=functools.partial(head_cost, kind),
         outputs=outputs,
+        shapes=shapes.step_shapes(
+            models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[1:2], contexts=[2048]
+        ),
     )
     for name, kind in KINDS.items()
 }
-SHAPES = shapes.step_shapes(
-    models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[1:2], contexts=[2048]
-)
-
-
-@pytest.mark.parametrize("provider", ["reference", "topk", "compile", "triton"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def bench_lm_head_topk(benchmark: Any, kind: str, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OPS[kind].run(benchmark, provider, shape)
+bench_lm_head_topk = cases(OPS)

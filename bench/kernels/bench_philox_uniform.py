@@ -8,13 +8,11 @@ logarithms in fp64?
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.harness import BenchOp, Call, cases, compiled
 from specdec.bench.common.shapes import StepShape
 from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
 from specdec.kernels.reference import philox_uniform as reference
@@ -37,48 +35,23 @@ def make_inputs(count: Callable[[StepShape], int], shape: StepShape, generator: 
     return Call(args=(seeds, torch.full((), 3, device=device)), kwargs={"stream": 2, "count": count(shape)})
 
 
-def op_cost(count: Callable[[StepShape], int], shape: StepShape, *, exponential: bool) -> cost.Cost:
-    """Cost at a shape."""
-    return cost.philox_uniform(batch=shape.batch, count=count(shape), exponential=exponential)
-
-
-UNIFORM = BenchOp(
-    name="philox_uniform",
+UNIFORM = BenchOp.of(
+    philox_uniform,
+    reference.philox_uniform,
     make=functools.partial(make_inputs, one_per_node),
-    definition=reference.philox_uniform,
-    providers={
-        "reference": Provider(reference.philox_uniform),
-        "compile": compiled(reference.philox_uniform),
-        "triton": Provider(functools.partial(philox_uniform, backend="triton"), needs_gpu=True),
-    },
-    cost=functools.partial(op_cost, one_per_node, exponential=False),
+    others={"compile": compiled(reference.philox_uniform)},
+    cost=lambda shape: cost.philox_uniform(batch=shape.batch, count=one_per_node(shape)),
+    shapes=shapes.step_shapes(models=[shapes.LLAMA_2_7B], batches=[1, 8], trees=shapes.TREES, contexts=[2048]),
 )
-EXPONENTIAL = BenchOp(
-    name="philox_exponential",
+EXPONENTIAL = BenchOp.of(
+    philox_exponential,
+    reference.philox_exponential,
     make=functools.partial(make_inputs, one_per_child_token),
-    definition=reference.philox_exponential,
-    providers={
-        "reference": Provider(reference.philox_exponential),
-        "compile": compiled(reference.philox_exponential),
-        "triton": Provider(functools.partial(philox_exponential, backend="triton"), needs_gpu=True),
-    },
-    cost=functools.partial(op_cost, one_per_child_token, exponential=True),
+    others={"compile": compiled(reference.philox_exponential)},
+    cost=lambda shape: cost.philox_uniform(batch=shape.batch, count=one_per_child_token(shape), exponential=True),
+    shapes=shapes.step_shapes(
+        models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1], trees=shapes.TREES[1:3], contexts=[2048]
+    ),
 )
-VERDICT_SHAPES = shapes.step_shapes(models=[shapes.LLAMA_2_7B], batches=[1, 8], trees=shapes.TREES, contexts=[2048])
-RACE_SHAPES = shapes.step_shapes(
-    models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1], trees=shapes.TREES[1:3], contexts=[2048]
-)
-
-
-@pytest.mark.parametrize("provider", UNIFORM.providers)
-@pytest.mark.parametrize("shape", VERDICT_SHAPES, ids=str)
-def bench_philox_uniform(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider of philox_uniform at one shape."""
-    UNIFORM.run(benchmark, provider, shape)
-
-
-@pytest.mark.parametrize("provider", EXPONENTIAL.providers)
-@pytest.mark.parametrize("shape", RACE_SHAPES, ids=str)
-def bench_philox_exponential(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider of philox_exponential at one shape."""
-    EXPONENTIAL.run(benchmark, provider, shape)
+bench_philox_uniform = cases(UNIFORM)
+bench_philox_exponential = cases(EXPONENTIAL)

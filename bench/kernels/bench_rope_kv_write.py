@@ -5,16 +5,12 @@ Question: what does it cost beyond its launch, and what do the separate rotation
     pytest bench/kernels/bench_rope_kv_write.py --benchmark-only
 """
 
-import functools
-from typing import Any
-
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.harness import BenchOp, Call, cases, compiled
 from specdec.bench.common.shapes import StepShape
-from specdec.kernels.reference.rope_kv_write import rope_kv_write as rope_kv_write_reference
+from specdec.kernels.reference.rope_kv_write import rope_kv_write as reference
 from specdec.kernels.rope_kv_write import rope_kv_write
 
 
@@ -23,8 +19,7 @@ def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     model, device = shape.model, generator.device
     batch, num_nodes = shape.batch, shape.tree.num_nodes
     capacity = shape.context + num_nodes
-    randn = functools.partial(torch.randn, generator=generator, device=device, dtype=shape.dtype)
-    fused = randn(batch, num_nodes, model.num_heads + 2 * model.num_kv_heads, model.head_dim)
+    fused = shape.normal(generator, batch, num_nodes, model.num_heads + 2 * model.num_kv_heads, model.head_dim)
     q, k, v = fused.split([model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=2)
     frequencies = 10000.0 ** (-torch.arange(0, model.head_dim, 2, device=device) / model.head_dim)
     angles = torch.arange(capacity, device=device)[:, None] * frequencies
@@ -56,32 +51,19 @@ def rotate_then_copy(
     return rotated[0]
 
 
-OP = BenchOp(
-    name="rope_kv_write",
+OP = BenchOp.of(
+    rope_kv_write,
+    reference,
     make=make_inputs,
-    definition=rope_kv_write_reference,
-    providers={
-        "reference": Provider(functools.partial(rope_kv_write_reference, upcast=False), capturable=False),
-        "rotate_then_copy": Provider(rotate_then_copy),
-        "compile": compiled(rotate_then_copy),
-        "triton": Provider(functools.partial(rope_kv_write, backend="triton"), needs_gpu=True),
-    },
+    others={"rotate_then_copy": rotate_then_copy, "compile": compiled(rotate_then_copy)},
+    waits=True,
     cost=lambda shape: cost.rope_kv_write(
         num_tokens=shape.batch * shape.tree.num_nodes,
-        num_heads=shape.model.num_heads,
-        num_kv_heads=shape.model.num_kv_heads,
-        head_dim=shape.model.head_dim,
-        element_bytes=shape.dtype.itemsize,
+        **shape.sizes("num_heads", "num_kv_heads", "head_dim", "element_bytes"),
     ),
     outputs=lambda call, result: (result, call.args[6], call.args[7]),
+    shapes=shapes.step_shapes(
+        models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[:3], contexts=[2048]
+    ),
 )
-SHAPES = shapes.step_shapes(
-    models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1, 8], trees=shapes.TREES[:3], contexts=[2048]
-)
-
-
-@pytest.mark.parametrize("provider", OP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_rope_kv_write(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OP.run(benchmark, provider, shape)
+bench_rope_kv_write = cases(OP)

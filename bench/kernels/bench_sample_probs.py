@@ -6,14 +6,10 @@ random numbers?
     pytest bench/kernels/bench_sample_probs.py --benchmark-only
 """
 
-import functools
-from typing import Any
-
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.harness import BenchOp, Call, cases, compiled
 from specdec.bench.common.shapes import StepShape
 from specdec.kernels.reference import sample_probs as reference
 from specdec.kernels.sample_probs import sample_race, warp_logits
@@ -51,50 +47,28 @@ def finite(_: Call, processed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return kept, processed.masked_fill(~kept, 0.0)
 
 
-def op_cost(function: Any, shape: StepShape) -> cost.Cost:
-    """Cost at a shape."""
-    sizes = {"batch": shape.batch, "num_nodes": shape.tree.num_nodes, "vocab_size": shape.model.vocab_size}
-    result: cost.Cost = function(**sizes, element_bytes=4)
-    return result
-
-
-WARP = BenchOp(
-    name="sample_probs_warp",
-    make=make_warp_inputs,
-    definition=reference.warp_logits,
-    providers={
-        "reference": Provider(functools.partial(reference.warp_logits, upcast=False)),
-        "sort": Provider(topk_and_sort),
-        "compile": compiled(topk_and_sort),
-        "triton": Provider(functools.partial(warp_logits, backend="triton"), needs_gpu=True),
-    },
-    cost=functools.partial(op_cost, cost.warp_logits),
-    outputs=finite,
-)
-RACE = BenchOp(
-    name="sample_probs_race",
-    make=make_race_inputs,
-    definition=reference.sample_race,
-    providers={
-        "reference": Provider(functools.partial(reference.sample_race, upcast=False)),
-        "triton": Provider(functools.partial(sample_race, backend="triton"), needs_gpu=True),
-    },
-    cost=functools.partial(op_cost, cost.sample_race),
-)
+SIZES = ("batch", "num_nodes", "vocab_size")
 SHAPES = shapes.step_shapes(
     models=[shapes.LLAMA_2_7B, shapes.LLAMA_3_8B], batches=[1], trees=shapes.TREES[1:3], contexts=[2048]
 )
-
-
-@pytest.mark.parametrize("provider", WARP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_warp_logits(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider of warp_logits at one shape."""
-    WARP.run(benchmark, provider, shape)
-
-
-@pytest.mark.parametrize("provider", RACE.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_sample_race(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider of sample_race at one shape."""
-    RACE.run(benchmark, provider, shape)
+WARP = BenchOp.of(
+    warp_logits,
+    reference.warp_logits,
+    name="sample_probs_warp",
+    make=make_warp_inputs,
+    others={"sort": topk_and_sort, "compile": compiled(topk_and_sort)},
+    cost=lambda shape: cost.warp_logits(**shape.sizes(*SIZES), element_bytes=4),
+    outputs=finite,
+    shapes=SHAPES,
+)
+RACE = BenchOp.of(
+    sample_race,
+    reference.sample_race,
+    name="sample_probs_race",
+    make=make_race_inputs,
+    others={},
+    cost=lambda shape: cost.sample_race(**shape.sizes(*SIZES), element_bytes=4),
+    shapes=SHAPES,
+)
+bench_warp_logits = cases(WARP)
+bench_sample_race = cases(RACE)

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider, compiled
+from specdec.bench.common.harness import BenchOp, Call, Provider, cases, compiled, eager
 from specdec.bench.common.shapes import StepShape
-from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
+from specdec.kernels.reference.tree_attention import tree_attention as reference
 from specdec.kernels.tree_attention import tree_attention
 
 SLOT_ALIGNMENT = 16  # PyTorch's fused kernels take masks of aligned rows only
@@ -31,9 +31,9 @@ SLOT_ALIGNMENT = 16  # PyTorch's fused kernels take masks of aligned rows only
 def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     """A full prefix of random keys and values, one tree for all requests, and the masks of the other providers."""
     model, device, num_nodes = shape.model, generator.device, shape.tree.num_nodes
-    randn = functools.partial(torch.randn, generator=generator, device=device, dtype=shape.dtype)
+    normal = functools.partial(shape.normal, generator)
     capacity = -(shape.context + num_nodes) // SLOT_ALIGNMENT * -SLOT_ALIGNMENT
-    caches = randn(2, shape.batch, capacity, model.num_kv_heads, model.head_dim)
+    caches = normal(2, shape.batch, capacity, model.num_kv_heads, model.head_dim)
     words = shape.tree.ancestors(device)
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
 
@@ -41,20 +41,12 @@ def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     mask[:, : shape.context] = True
     bits = (words[0, :, :, None] >> torch.arange(32, device=device) & 1).flatten(1)
     mask[:, shape.context : shape.context + num_nodes] = bits[:, :num_nodes].bool()
-    return Call(
-        args=(
-            randn(shape.batch, num_nodes, model.num_heads, model.head_dim),
-            caches[0],
-            caches[1],
-            lengths,
-            words,
-        ),
-        kwargs={
-            "scale": model.head_dim**-0.5,
-            "mask": mask.repeat_interleave(model.num_heads // model.num_kv_heads, 0)[None, None],
-            "block_mask": tree_block_mask(lengths, words, num_nodes, capacity),
-        },
-    )
+    q = normal(shape.batch, num_nodes, model.num_heads, model.head_dim)
+    masks = {
+        "mask": mask.repeat_interleave(model.num_heads // model.num_kv_heads, 0)[None, None],
+        "block_mask": tree_block_mask(lengths, words, num_nodes, capacity),
+    }
+    return Call(args=(q, caches[0], caches[1], lengths, words), kwargs={"scale": model.head_dim**-0.5, **masks})
 
 
 def tree_block_mask(lengths: torch.Tensor, words: torch.Tensor, num_nodes: int, capacity: int) -> BlockMask:
@@ -72,13 +64,8 @@ def tree_block_mask(lengths: torch.Tensor, words: torch.Tensor, num_nodes: int, 
 def without_masks(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The op itself, which has neither a dense mask nor a block mask."""
 
-    def call(
-        *args: Any,
-        mask: torch.Tensor,  # noqa: ARG001 - for "sdpa" only
-        block_mask: BlockMask,  # noqa: ARG001 - for "flex" only
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        return function(*args, **kwargs)
+    def call(*args: Any, scale: float, **_masks: Any) -> torch.Tensor:
+        return function(*args, scale=scale)
 
     return call
 
@@ -87,12 +74,10 @@ def sdpa(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    lengths: torch.Tensor,  # noqa: ARG001 - in the mask
-    ancestors: torch.Tensor,  # noqa: ARG001 - in the mask
-    *,
+    *_in_the_mask: torch.Tensor,
     scale: float,
     mask: torch.Tensor,
-    block_mask: BlockMask,  # noqa: ARG001 - for "flex" only
+    **_for_flex: BlockMask,
 ) -> torch.Tensor:
     """PyTorch's fused attention over the whole cache with a dense mask [1, 1, N * G, S]."""
     batch, num_nodes, _, head_dim = q.shape
@@ -108,12 +93,10 @@ def flex(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    lengths: torch.Tensor,  # noqa: ARG001 - in the mask
-    ancestors: torch.Tensor,  # noqa: ARG001 - in the mask
-    *,
+    *_in_the_mask: torch.Tensor,
     scale: float,
-    mask: torch.Tensor,  # noqa: ARG001 - for "sdpa" only
     block_mask: BlockMask,
+    **_for_sdpa: torch.Tensor,
 ) -> torch.Tensor:
     """FlexAttention over the whole cache with a block mask; to be compiled."""
     rows = (q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2))
@@ -121,40 +104,19 @@ def flex(
     return out.transpose(1, 2).contiguous()
 
 
-def attention_cost(shape: StepShape) -> cost.Cost:
-    """Cost at a shape."""
-    return cost.tree_attention(
-        batch=shape.batch,
-        num_nodes=shape.tree.num_nodes,
-        num_heads=shape.model.num_heads,
-        num_kv_heads=shape.model.num_kv_heads,
-        head_dim=shape.model.head_dim,
-        context=shape.context,
-        element_bytes=shape.dtype.itemsize,
-    )
-
-
+SIZES = ("batch", "num_nodes", "num_heads", "num_kv_heads", "head_dim", "context", "element_bytes")
 OP = BenchOp(
     name="tree_attention",
     make=make_inputs,
-    definition=without_masks(tree_attention_reference),
+    definition=without_masks(reference),
     providers={
-        # reads the lengths on the host
-        "reference": Provider(
-            without_masks(functools.partial(tree_attention_reference, upcast=False)), capturable=False
-        ),
+        "reference": Provider(without_masks(eager(reference)), capturable=False),  # reads the lengths on the host
         "sdpa": Provider(sdpa),
         "flex": compiled(flex, eager_on_cpu=True),
         "triton": Provider(without_masks(functools.partial(tree_attention, backend="triton")), needs_gpu=True),
     },
-    cost=attention_cost,
+    cost=lambda shape: cost.tree_attention(**shape.sizes(*SIZES)),
+    shapes=shapes.step_shapes(batches=[1, 8], trees=shapes.TREES[:3]),
 )
-SHAPES = shapes.step_shapes(batches=[1, 8], trees=shapes.TREES[:3])
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU it is, to be checked
-@pytest.mark.parametrize("provider", OP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_tree_attention(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OP.run(benchmark, provider, shape)
+# on a CPU it is, to be checked
+bench_tree_attention = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")(cases(OP))

@@ -5,16 +5,12 @@ Question: is it more than the cost of a launch?
     pytest bench/kernels/bench_tree_expand.py --benchmark-only
 """
 
-import functools
-from typing import Any
-
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.harness import BenchOp, Call, cases
 from specdec.bench.common.shapes import StepShape
-from specdec.kernels.reference.tree_expand import tree_expand as tree_expand_reference
+from specdec.kernels.reference.tree_expand import tree_expand as reference
 from specdec.kernels.tree_expand import tree_expand
 
 
@@ -24,19 +20,10 @@ def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     levels = shape.tree.levels()
     row = [d - 1 for d, level in enumerate(levels) for _ in level]
     rank = [i for level in levels for i in range(len(level))]
-    candidates_shape = (shape.batch, shape.tree.max_depth, max(map(len, levels)))
-    return Call(
-        args=(
-            torch.randint(shape.model.vocab_size, candidates_shape, generator=generator, device=device),
-            torch.randint(
-                shape.model.vocab_size, (shape.batch,), generator=generator, device=device, dtype=torch.int32
-            ),
-            torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device),
-            torch.tensor(row, dtype=torch.int32, device=device),
-            torch.tensor(rank, dtype=torch.int32, device=device),
-            shape.tree.depth(device)[0],
-        )
-    )
+    candidates = shape.random_tokens(generator, shape.batch, shape.tree.max_depth, max(map(len, levels))).long()
+    root = shape.random_tokens(generator, shape.batch)
+    per_node = *torch.tensor([row, rank], dtype=torch.int32, device=device), shape.tree.depth(device)[0]
+    return Call(args=(candidates, root, torch.full_like(root, shape.context), *per_node))
 
 
 def gather(
@@ -53,22 +40,13 @@ def gather(
     return tokens.to(torch.int32), lengths[:, None] + depth
 
 
-OP = BenchOp(
-    name="tree_expand",
+OP = BenchOp.of(
+    tree_expand,
+    reference,
     make=make_inputs,
-    definition=tree_expand_reference,
-    providers={
-        "reference": Provider(tree_expand_reference, capturable=False),
-        "gather": Provider(gather),
-        "triton": Provider(functools.partial(tree_expand, backend="triton"), needs_gpu=True),
-    },
+    others={"gather": gather},
+    waits=True,
     cost=lambda shape: cost.tree_expand(batch=shape.batch, num_nodes=shape.tree.num_nodes, candidate_bytes=8),
+    shapes=shapes.step_shapes(models=[shapes.LLAMA_2_7B], trees=shapes.TREES[1:], contexts=[2048]),
 )
-SHAPES = shapes.step_shapes(models=[shapes.LLAMA_2_7B], trees=shapes.TREES[1:], contexts=[2048])
-
-
-@pytest.mark.parametrize("provider", OP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_tree_expand(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    OP.run(benchmark, provider, shape)
+bench_tree_expand = cases(OP)

@@ -6,13 +6,11 @@ Question: do both together stay under 12 us, without a synchronisation?
 """
 
 import functools
-from typing import Any
 
-import pytest
 import torch
 
 from specdec.bench.common import cost, shapes
-from specdec.bench.common.harness import BenchOp, Call, Provider
+from specdec.bench.common.harness import BenchOp, Call, cases
 from specdec.bench.common.shapes import StepShape
 from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
 from specdec.kernels.reference import tree_rerank as reference
@@ -25,9 +23,7 @@ def make_level(shape: StepShape, generator: torch.Generator) -> Call:
     """One level of EAGLE-2: 10 candidates after each of 10 paths."""
     sizes = shape.batch, WIDTH, WIDTH
     rand = functools.partial(torch.rand, generator=generator, device=generator.device)
-    tokens = torch.randint(
-        shape.model.vocab_size, sizes, generator=generator, device=generator.device, dtype=torch.int32
-    )
+    tokens = shape.random_tokens(generator, *sizes)
     return Call(args=(tokens, -8 * rand(sizes), -8 * rand(sizes[:2])), kwargs={"width": WIDTH})
 
 
@@ -43,7 +39,7 @@ def make_pool(shape: StepShape, generator: torch.Generator) -> Call:
         logps, best = levels[-1].flatten(1).topk(WIDTH)
         parents.append((sum(level[0].numel() for level in levels[:-1]) + best).to(torch.int32))
     pool = torch.cat(levels, dim=1)
-    tokens = torch.randint(shape.model.vocab_size, pool.shape, generator=generator, device=device, dtype=torch.int32)
+    tokens = shape.random_tokens(generator, *pool.shape)
     root = torch.zeros(shape.batch, dtype=torch.int32, device=device)
     return Call(
         args=(tokens, pool, torch.cat(parents[:-1], dim=1), root),
@@ -98,45 +94,29 @@ def topk_tree(
     )
 
 
-BEAM_STEP = BenchOp(
-    name="beam_step",
+SHAPES = shapes.step_shapes(models=[shapes.LLAMA_2_7B], trees=shapes.TREES[1:], contexts=[2048])
+BEAM_STEP = BenchOp.of(
+    beam_step,
+    reference.beam_step,
     make=make_level,
-    definition=reference.beam_step,
-    providers={
-        "reference": Provider(reference.beam_step, capturable=False),
-        "topk": Provider(topk_beam),
-        "triton": Provider(functools.partial(beam_step, backend="triton"), needs_gpu=True),
-    },
+    others={"topk": topk_beam},
+    waits=True,
     cost=lambda shape: cost.beam_step(batch=shape.batch, num_candidates=WIDTH * WIDTH, num_lists=WIDTH, width=WIDTH),
+    shapes=SHAPES,
 )
-TREE_RERANK = BenchOp(
-    name="tree_rerank",
+TREE_RERANK = BenchOp.of(
+    tree_rerank,
+    reference.tree_rerank,
     make=make_pool,
-    definition=reference.tree_rerank,
-    providers={
-        "reference": Provider(reference.tree_rerank, capturable=False),
-        "topk": Provider(topk_tree),
-        "triton": Provider(functools.partial(tree_rerank, backend="triton"), needs_gpu=True),
-    },
+    others={"topk": topk_tree},
+    waits=True,
     cost=lambda shape: cost.tree_rerank(
         batch=shape.batch,
         num_candidates=WIDTH + (shape.tree.max_depth - 1) * WIDTH * WIDTH,
         num_lists=1 + (shape.tree.max_depth - 1) * WIDTH,
         num_nodes=shape.tree.num_nodes,
     ),
+    shapes=SHAPES,
 )
-SHAPES = shapes.step_shapes(models=[shapes.LLAMA_2_7B], trees=shapes.TREES[1:], contexts=[2048])
-
-
-@pytest.mark.parametrize("provider", BEAM_STEP.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_beam_step(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    BEAM_STEP.run(benchmark, provider, shape)
-
-
-@pytest.mark.parametrize("provider", TREE_RERANK.providers)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_tree_rerank(benchmark: Any, provider: str, shape: StepShape) -> None:
-    """Time one provider at one shape."""
-    TREE_RERANK.run(benchmark, provider, shape)
+bench_beam_step = cases(BEAM_STEP)
+bench_tree_rerank = cases(TREE_RERANK)

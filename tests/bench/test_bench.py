@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specdec.bench import small_m
 from specdec.bench.common import cost, machine, provenance, shapes, timing
 from specdec.bench.common.cost import H200, Cost, Machine
 from specdec.bench.common.harness import BenchOp, Call, Provider, WrongResultError
 from specdec.bench.common.shapes import StepShape, TreeSize
+from specdec.bench.kernels import bench_accept_naive, bench_rms_norm, bench_tree_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = StepShape(shapes.TINY, batch=2, tree=TreeSize(7, 2), context=5, dtype=torch.float32)
@@ -138,8 +140,23 @@ def test_a_provider_for_gpus_is_skipped_without_one(monkeypatch):
         op.run(benchmark, "gpu", SHAPE)
     assert benchmark.extra_info == {}
     machine.measure_machine.cache_clear()
-    with pytest.raises(RuntimeError, match="expected an NVIDIA GPU"):
-        machine.measure_machine()
+    for measure in (machine.measure_machine, lambda: small_m.main(["--output", "nowhere"])):
+        with pytest.raises(RuntimeError, match="expected an NVIDIA GPU"):
+            measure()
+
+
+def test_an_op_of_the_library_has_its_reference_and_its_kernel():
+    """The definition computes in float64, the provider "reference" in the dtype of the inputs."""
+    for op, others, waits in (
+        (bench_rms_norm.RMS_NORM, ["torch", "compile"], False),
+        (bench_accept_naive.OP, [], True),
+    ):
+        reference, triton = op.providers["reference"], op.providers["triton"]
+        assert [*op.providers][: 1 + len(others)] == ["reference", *others]
+        assert (reference.function.func, reference.function.keywords) == (op.definition, {"upcast": False})
+        assert reference.capturable is not waits
+        assert triton.function.keywords == {"backend": "triton"}
+        assert (triton.function.func.__name__, triton.needs_gpu, triton.capturable) == (op.name, True, True)
 
 
 def test_an_op_needs_a_reference_among_its_providers():
@@ -163,64 +180,35 @@ def test_no_launch_finds_its_inputs_in_the_cache(touched, size, free, expected):
     assert timing.rotation(touched, size, l2_bytes, free, 40) == expected
 
 
-@pytest.mark.parametrize(
-    ("computed", "num_bytes", "num_flops"),
-    [
-        # keys 10 + 2; K and V 2*12*2*8*2, q and out 2*2*4*8*2, words 2*4, length 4
-        (
-            cost.tree_attention(
-                batch=1, num_nodes=2, num_heads=4, num_kv_heads=2, head_dim=8, context=10, element_bytes=2
-            ),
-            768 + 256 + 8 + 4,
-            4 * 2 * 4 * 8 * 12,
-        ),
-        # 40 nodes in the cache: 50 keys and two words per node, words of their own for both rows
-        (
-            cost.tree_attention(
-                batch=2,
-                num_nodes=2,
-                num_heads=4,
-                num_kv_heads=2,
-                head_dim=8,
-                context=10,
-                element_bytes=2,
-                num_tree_nodes=40,
-                shared_tree=False,
-            ),
-            2 * 3200 + 2 * 256 + 2 * 16 + 8,
-            4 * 2 * 2 * 4 * 8 * 50,
-        ),
-        # Llama-2-7B, four nodes moved: 4 * 32 layers * K and V * 8 KiB, read and written
-        (
-            cost.kv_compact(
-                num_moved=4, num_layers=32, num_kv_heads=32, head_dim=128, element_bytes=2, batch=1, path_length=6
-            ),
-            2 * 4 * 32 * 2 * 8192 + 8 * 4,
-            0,
-        ),
-        # per row 4 candidates of 8 bytes, root and length; 3 tables of 5; 2 outputs of 2 * 5
-        (cost.tree_expand(batch=2, num_nodes=5, candidate_bytes=8), 2 * (32 + 8) + 60 + 80, 0),
-        # 10 tokens, 10 targets, 5 parents, 2 budgets, 1 stop token; 2 rows of 3 + 3 + 2
-        (cost.accept_greedy(batch=2, num_nodes=5, max_depth=2, num_stop_tokens=1), 4 * (28 + 16), 0),
-        (cost.rms_norm(num_rows=3, width=8, element_bytes=2), 2 * 8 * (3 + 3 + 1), 4 * 24),
-        (cost.rms_norm(num_rows=3, width=8, element_bytes=2, residual=True), 2 * 8 * (6 + 6 + 1), 5 * 24),
-        # two seeds and the step, 10 numbers
-        (cost.philox_uniform(batch=2, count=5), 24 + 40, 10),
-        (cost.philox_uniform(batch=2, count=5, exponential=True), 24 + 40, 40),
-    ],
-    ids=[
-        "attention",
-        "attention of a level",
-        "compact",
-        "expand",
-        "accept",
-        "norm",
-        "add and norm",
-        "uniforms",
-        "exponentials",
-    ],
-)
-def test_costs_are_those_computed_by_hand(computed, num_bytes, num_flops):
+ATTENTION = {"num_nodes": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "context": 10, "element_bytes": 2}
+LLAMA_PATH = {"num_layers": 32, "num_kv_heads": 32, "head_dim": 128, "element_bytes": 2, "batch": 1, "path_length": 6}
+COSTS = {
+    # keys 10 + 2; K and V 2*12*2*8*2, q and out 2*2*4*8*2, words 2*4, length 4
+    "attention": (cost.tree_attention(batch=1, **ATTENTION), 768 + 256 + 8 + 4, 4 * 2 * 4 * 8 * 12),
+    # 40 nodes in the cache: 50 keys and two words per node, words of their own for both rows
+    "attention of a level": (
+        cost.tree_attention(batch=2, **ATTENTION, num_tree_nodes=40, shared_tree=False),
+        2 * 3200 + 2 * 256 + 2 * 16 + 8,
+        4 * 2 * 2 * 4 * 8 * 50,
+    ),
+    # Llama-2-7B, four nodes moved: 4 * 32 layers * K and V * 8 KiB, read and written
+    "compact": (cost.kv_compact(num_moved=4, **LLAMA_PATH), 2 * 4 * 32 * 2 * 8192 + 8 * 4, 0),
+    # per row 4 candidates of 8 bytes, root and length; 3 tables of 5; 2 outputs of 2 * 5
+    "expand": (cost.tree_expand(batch=2, num_nodes=5, candidate_bytes=8), 2 * (32 + 8) + 60 + 80, 0),
+    # 10 tokens, 10 targets, 5 parents, 2 budgets, 1 stop token; 2 rows of 3 + 3 + 2
+    "accept": (cost.accept_greedy(batch=2, num_nodes=5, max_depth=2, num_stop_tokens=1), 4 * (28 + 16), 0),
+    "norm": (cost.rms_norm(num_rows=3, width=8, element_bytes=2), 2 * 8 * (3 + 3 + 1), 4 * 24),
+    "add and norm": (cost.rms_norm(num_rows=3, width=8, element_bytes=2, residual=True), 2 * 8 * (6 + 6 + 1), 5 * 24),
+    "linear": (cost.skinny_linear(num_rows=2, num_outputs=3, num_columns=5, element_bytes=2), 2 * (15 + 10 + 6), 60),
+    # two seeds and the step, 10 numbers
+    "uniforms": (cost.philox_uniform(batch=2, count=5), 24 + 40, 10),
+    "exponentials": (cost.philox_uniform(batch=2, count=5, exponential=True), 24 + 40, 40),
+}
+
+
+@pytest.mark.parametrize("case", COSTS)
+def test_costs_are_those_computed_by_hand(case):
+    computed, num_bytes, num_flops = COSTS[case]
     assert computed == Cost(num_bytes, num_flops)
 
 
@@ -228,17 +216,10 @@ def test_the_roofline_is_the_larger_of_two_times():
     made_up = Machine("made up", bytes_per_s=1e9, flops_per_s=1e12)
     assert Cost(num_bytes=3000, num_flops=0).roofline_us(made_up) == pytest.approx(3)
     assert Cost(num_bytes=3000, num_flops=7_000_000).roofline_us(made_up) == pytest.approx(7)
-    llama = shapes.LLAMA_2_7B
-    attention = cost.tree_attention(
-        batch=1,
-        num_nodes=1,
-        num_heads=llama.num_heads,
-        num_kv_heads=llama.num_kv_heads,
-        head_dim=llama.head_dim,
-        context=2048,
-        element_bytes=2,
-    )
-    assert attention.roofline_us(H200) == pytest.approx(7.8, abs=0.05)  # 33.6 MB of keys and values
+    step = StepShape(shapes.LLAMA_2_7B, 1, TreeSize(1, 0), 2048, torch.bfloat16)
+    assert bench_tree_attention.OP.cost(step).roofline_us(H200) == pytest.approx(
+        7.8, abs=0.05
+    )  # 33.6 MB of keys and values
 
 
 @pytest.mark.parametrize("tree", [*shapes.TREES, TreeSize(5, 4), TreeSize(9, 1)], ids=str)
@@ -288,6 +269,54 @@ def test_provenance_says_where_a_number_comes_from():
     assert (record["driver"] is None) is not HAS_GPU
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert record["git_sha"] == (head.stdout.strip() if head.returncode == 0 else None)
+
+
+BENCHMARKS = """
+import os
+def bench_right(benchmark):
+    benchmark.extra_info["p50_us"] = 7.0
+    benchmark(lambda: None)
+def bench_wrong(benchmark): assert 1 == 2, "not the definition's result"
+def bench_lost(benchmark): os._exit(9)
+"""
+
+
+def test_a_benchmark_that_dies_keeps_what_was_measured(tmp_path):
+    (tmp_path / "bench_x.py").write_text(BENCHMARKS)
+    options = [
+        "-o",
+        "python_files=bench_*.py",
+        "-o",
+        "python_functions=bench_*",
+        "-p",
+        "specdec.bench.kernels.conftest",
+    ]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    subprocess.run([*command, "--records", tmp_path / "x.jsonl", tmp_path / "bench_x.py"], capture_output=True)
+    right, wrong = map(json.loads, (tmp_path / "x.jsonl").read_text().splitlines())
+    assert (right["name"], right["p50_us"]) == ("bench_right", 7.0)
+    assert wrong["name"] == "bench_wrong"
+    assert "not the definition's result" in wrong["failure"]
+    assert right["provenance"].keys() >= {"git_sha", "device", "torch", "triton", "argv", "utc"}
+
+
+def test_the_usual_step_is_measured_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = [str(shape) for shape in shapes.step_shapes()]
+    assert names[:3] == [f"{model.name}-b1-n64-ctx2048" for model in shapes.MODELS]
+    assert len(set(names)) == 3 * 4 * 4 * 3
+
+
+def test_the_matrices_of_a_model_hold_its_weights():
+    sizes = shapes.matrices(shapes.LLAMA_2_7B)
+    per_layer = sum(outputs * inputs for name, (outputs, inputs) in sizes.items() if name != "lm_head")
+    assert 32 * per_layer + 2 * 32000 * 4096 == pytest.approx(6.74e9, rel=1e-2)
+
+
+def test_the_machine_is_described():
+    described = machine.describe_machine()
+    assert described["packages"]["torch"] == torch.__version__
+    assert described["tools"].keys() == {"compute-sanitizer", "ncu", "nvcc"}
 
 
 def test_all_kernel_benchmarks_run_without_a_gpu(tmp_path):

@@ -17,7 +17,7 @@ from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, rando
 from specdec.bench.decoding.synthetic import PROFILES, AcceptanceProfile, SyntheticAcceptance, leftmost_path
 from specdec.bench.decoding.timeline import middle_steps, timeline_svg
 from specdec.bench.decoding.traffic import count_reads, step_bytes
-from specdec.bench.summary import summarize
+from specdec.bench.on_gpu import summarize
 from specdec.loop.decoder import Decoder
 from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
@@ -152,20 +152,36 @@ def test_a_sequential_drafter_reads_its_layer_once_per_depth(target):
 # Cells
 
 
-def make_cell(target, prompts, **settings):
+def make_cell(target, prompts, machine=None, drafters=()):
     names = ("medusa", "prompt_lookup")
     return Cell(
-        **{
-            "model": "twin", "context": "12", "target": target, "batches": [prompts],
-            "drafters": {name: lambda name=name: random_drafter(name, target) for name in names},
-            "reads": {"medusa": {"lm_head": 0.8}}, "profile": PROFILES["always"], "stop_tokens": (),
-            "max_new_tokens": 16, "repeats": 1, "machine": None, **settings,
-        }
-    )  # fmt: skip
+        model="twin",
+        context="12",
+        target=target,
+        batches=[prompts],
+        drafters={**dict(drafters), **{name: lambda name=name: random_drafter(name, target) for name in names}},
+        reads={"medusa": {"lm_head": 0.8}},
+        profile=PROFILES["always"],
+        stop_tokens=(),
+        max_new_tokens=16,
+        repeats=1,
+        machine=machine,
+    )
 
 
 def records_of(cell, *, deadline=float("inf")):
     return {record["arm"]: record for record, _ in run_cell(cell, deadline=deadline)}
+
+
+def change_arms(monkeypatch, change, names=("none", "medusa", "prompt_lookup")):
+    """Arms of ours whose tokens and statistics are changed on the way out."""
+    original = cells.our_arm
+
+    def our_arm(name, *args):
+        arm = original(name, *args)
+        return replace(arm, run=lambda *call: change(*arm.run(*call))) if name in names else arm
+
+    monkeypatch.setattr(cells, "our_arm", our_arm)
 
 
 def slow_clock(monkeypatch):
@@ -209,19 +225,12 @@ def test_out_of_time_arms_are_named_and_the_baseline_is_not(target, prompts, mon
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_text_gets_no_number(dtype, prompts, monkeypatch):
     target = Target(random_target(SHAPE, max_positions=256, device="cpu", dtype=dtype))
-    original = cells.our_arm
 
-    def wrong(name, *args):
-        arm = original(name, *args)
-
-        def run(rows, length):
-            tokens, stats = arm.run(rows, length)
-            return [[*row[:3], (row[3] + 7) % 256, *row[4:]] if len(row) > 3 else row for row in tokens], stats
-
-        return Arm(name, run, arm.drafter) if name == "medusa" else arm
+    def wrong(tokens, stats):
+        return [[*row[:3], *((token + 7) % 256 for token in row[3:4]), *row[4:]] for row in tokens], stats
 
     slow_clock(monkeypatch)
-    monkeypatch.setattr(cells, "our_arm", wrong)
+    change_arms(monkeypatch, wrong, names=["medusa"])
     record = records_of(make_cell(target, prompts))["medusa"]
     assert record["gate"] == "red"
     assert "tokens_per_second" not in record
@@ -260,8 +269,7 @@ def test_an_arm_that_fails_is_red_and_the_others_are_measured(target, prompts, m
     def broken():
         raise ValueError("no such drafter")
 
-    cell = make_cell(target, prompts)
-    records = records_of(replace(cell, drafters={"broken": broken, **cell.drafters}))
+    records = records_of(make_cell(target, prompts, drafters={"broken": broken}))
     assert records["broken"]["gate"] == "red"
     assert records["broken"]["missing"] == "ValueError: no such drafter"
     assert "in broken" in capsys.readouterr().err
@@ -281,18 +289,8 @@ def test_without_a_baseline_nothing_is_compared(target, prompts, monkeypatch):
 
 def test_phases_of_a_captured_step_come_from_the_eager_loop(target, prompts, monkeypatch):
     slow_clock(monkeypatch)
-    original = cells.our_arm
-
-    def captured(name, *args):
-        arm = original(name, *args)
-
-        def run(rows, length):
-            tokens, stats = arm.run(rows, length)
-            return tokens, replace(stats, captured=True, times_ms={"prefill": 1.0, "steps": 2.0})
-
-        return replace(arm, run=run)
-
-    monkeypatch.setattr(cells, "our_arm", captured)
+    times_ms = {"prefill": 1.0, "steps": 2.0}
+    change_arms(monkeypatch, lambda tokens, stats: (tokens, replace(stats, captured=True, times_ms=times_ms)))
     record = records_of(make_cell(target, prompts))["medusa"]
     assert record["captured"]
     assert record["split_of"] == "eager"
@@ -332,10 +330,8 @@ def test_the_command_measures_the_bundled_model(tmp_path, capsys):
     assert "real acceptance" in shown
     for model, context in (("tiny", 24), ("bundled", "of")):
         assert (tmp_path / f"{model}-b2-ctx{context}.svg").read_text().startswith("<svg")
-    stage = {
-        "bench": "stage", "stage": "decode", "status": "done", "run": "now", "minutes": 1, "wall_s": 1, "limit_s": 2,
-        "provenance": records[0]["provenance"],
-    }  # fmt: skip
+    stage = {"bench": "stage", "stage": "decode", "status": "done", "detail": "", "commands": {}, "run": "now"}
+    stage |= {"minutes": 1, "wall_s": 1, "limit_s": 2, "provenance": records[0]["provenance"]}
     page = summarize([*records, stage])
     assert "**synthetic acceptance (steady-75)**" in page
     assert "transformers compiles generate on an accelerator only" in page

@@ -1,6 +1,4 @@
-"""pytest plugin that writes the figures of every benchmark as soon as it has them.
-
-    pytest -p specdec.bench.live_records --records records.jsonl bench/kernels --benchmark-only
+"""Kernel benchmarks write their figures as soon as they have them, where `--records FILE` asks for it.
 
 pytest-benchmark writes its JSON at the end, and nothing if a run is interrupted within a benchmark. Here a run that is
 cut off, or that dies with the GPU's context, has kept what it measured. A benchmark that fails leaves a record without
@@ -14,8 +12,6 @@ from typing import Any
 import pytest
 
 from specdec.bench.common.provenance import append_record
-
-__all__ = ["pytest_addoption", "pytest_runtest_makereport"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
