@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from specdec.bundled.load import load_tiny
-    from specdec.drafters.load import load_drafter
     from specdec.drafting.base import Drafter
     from specdec.drafting.draft_tree import DraftTree
     from specdec.evaluation.checking import CheckReport, check
@@ -19,12 +18,14 @@ if TYPE_CHECKING:
     from specdec.generation.hf_generate import hf_generate
     from specdec.kernels.common.verdict import Verdict
     from specdec.loop.decoder import Decoder, DecodeResult
-    from specdec.loop.rules import AcceptanceStats, Greedy, Naive, Rejection, Traversal, Typical
+    from specdec.loop.rules import Greedy, Naive, Rejection, Traversal, Typical
+    from specdec.loop.stats import AcceptanceStats
     from specdec.models.target.target import Target
     from specdec.trees.shape import TreeShape, as_tree_shape, preset_names
+    from specdec.tuning.auto import load_drafter
 
 _HOMES = {
-    "AcceptanceStats": "specdec.loop.rules",
+    "AcceptanceStats": "specdec.loop.stats",
     "CheckReport": "specdec.evaluation.checking",
     "DecodeResult": "specdec.loop.decoder",
     "Decoder": "specdec.loop.decoder",
@@ -43,7 +44,7 @@ _HOMES = {
     "check": "specdec.evaluation.checking",
     "generate": "specdec.generation.generate",
     "hf_generate": "specdec.generation.hf_generate",
-    "load_drafter": "specdec.drafters.load",
+    "load_drafter": "specdec.tuning.auto",
     "load_tiny": "specdec.bundled.load",
     "preset_names": "specdec.trees.shape",
 }

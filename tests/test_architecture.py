@@ -9,16 +9,45 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ["kernels", "models", "specdec", "bench"]  # each may import itself and what precedes it
+LAYERS = ["kernels", "models", "specdec", "bench"]  # the top-level folders
+
+# The rooms of the house, from the ground up: each may import itself and what precedes it.
+ROOMS = [
+    "kernels/common",
+    "kernels/reference",
+    "kernels",
+    "models/common",
+    "models/networks",
+    "models/published",
+    "models/target",
+    "models",
+    "specdec/common",
+    "specdec/trees",
+    "specdec/drafting",
+    "specdec/drafters",
+    "specdec/loop",
+    "specdec/tuning",
+    "specdec/generation",
+    "specdec/bundled",
+    "specdec/evaluation",
+    "specdec/training/objectives",
+    "specdec/training",
+    "specdec/commands",
+    "specdec",
+    "bench/common",
+    "bench/compiled",
+    "bench/decoding",
+    "bench/kernels",
+    "bench",
+]
+MAX_MODULES = 14  # in a room; one that needs more is two rooms
+ONE_MODULE_PER_OP = frozenset({"kernels", "kernels/reference", "bench/kernels"})
 
 MAX_MODULE_LINES = 450
 MAX_FUNCTION_LINES = 60  # signature and body; docstrings are free
 MAX_KERNEL_LINES = 80  # body
 # Files or "file::function" that are longer and say why in their docstring.
 ARGUED_SIZES: frozenset[str] = frozenset({"bench/common/cost.py", "kernels/sample_probs.py"})
-
-# Code shared by kernels, with @triton.jit but without an op of its own.
-SHARED_KERNEL_CODE = frozenset({"primitives", "weight_first"})
 
 # Names that mean two things in the field (docs/glossary.md), and a decorator that needs a device.
 BANNED = re.compile(r"\b(accept_length|acc_len)\b|@triton\.autotune\b")
@@ -78,11 +107,36 @@ def imported_modules(tree: ast.AST) -> list[str]:
     return names
 
 
-def layer_of(module: str) -> str | None:
-    parts = module.split(".")
-    if parts[0] != "specdec":
-        return None
-    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "specdec"
+def room_of(file: Path) -> str:
+    return file.parent.relative_to(ROOT).as_posix()
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the product by its dotted name; a package is its `__init__.py`."""
+    found = {}
+    for file in python_files(*LAYERS):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        found[".".join((*(() if parts[0] == "specdec" else ("specdec",)), *parts)).removesuffix(".__init__")] = file
+    return found
+
+
+def module_of(imported: str) -> str | None:
+    """The module of the product that an imported dotted name is, or lives in."""
+    while imported:
+        if imported in modules():
+            return imported
+        imported = imported.rpartition(".")[0]
+    return None
+
+
+@cache
+def arrows() -> dict[str, frozenset[str]]:
+    """Which modules of the product each one imports; the names of `specdec` itself are fetched on first use."""
+    return {
+        name: frozenset({module_of(imported) for imported in imported_modules(parsed(file))} - {None, name, "specdec"})
+        for name, file in modules().items()
+    }
 
 
 def functions(file: Path) -> list[tuple[str, ast.FunctionDef]]:
@@ -119,7 +173,7 @@ def kernel_ops() -> list[str]:
     """Names of the files directly in kernels/ that define a Triton kernel, one op (or pair of ops) each."""
     files = [file for file in python_files("kernels") if file.parent == ROOT / "kernels"]
     with_kernel = [file.stem for file in files if any(is_kernel(function) for _, function in functions(file))]
-    return sorted(set(with_kernel) - SHARED_KERNEL_CODE)
+    return sorted(with_kernel)
 
 
 def is_public(name: str) -> bool:
@@ -150,19 +204,62 @@ def anchors(markdown: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
 
-# Layers
+# Rooms
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_layer_imports_only_lower_layers(layer):
-    allowed = {None, *LAYERS[: LAYERS.index(layer) + 1]}
+def test_rooms_import_only_the_rooms_below_them():
     wrong = [
-        f"{name_of(file)} imports {module}"
-        for file in python_files(layer)
-        for module in imported_modules(parsed(file))
-        if layer_of(module) not in allowed
+        f"{name_of(modules()[name])} ({room_of(modules()[name])}) imports {other} ({room_of(modules()[other])})"
+        for name, others in arrows().items()
+        for other in others
+        if ROOMS.index(room_of(modules()[other])) > ROOMS.index(room_of(modules()[name]))
     ]
     assert not wrong, one_per_line(wrong)
+
+
+def test_no_modules_import_each_other():
+    left = {name: set(others) for name, others in arrows().items()}
+    while free := {name for name in left if not left[name] & left.keys() or not any(name in o for o in left.values())}:
+        left = {name: others - free for name, others in left.items() if name not in free}
+    assert not left, one_per_line([f"{name} imports {sorted(others & left.keys())}" for name, others in left.items()])
+
+
+def test_every_folder_is_a_room_that_says_what_belongs_in_it():
+    assert {room_of(file) for file in modules().values()} == set(ROOMS)
+    silent = [room for room in ROOMS if not ast.get_docstring(parsed(ROOT / room / "__init__.py"))]
+    assert not silent, one_per_line(silent)
+
+
+def test_the_installed_packages_are_the_rooms():
+    packages = re.search(r"^packages = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S).group(1)
+    listed = {name.replace(".", "/") for name in re.findall(r'"([\w.]+)"', packages)}
+    assert listed == {"specdec/" + room if not room.startswith("specdec") else room for room in ROOMS}
+
+
+def test_no_room_is_crowded():
+    counts = {room: sum(room_of(file) == room for file in modules().values()) - 1 for room in ROOMS}
+    crowded = {room: count for room, count in counts.items() if count > MAX_MODULES and room not in ONE_MODULE_PER_OP}
+    assert not crowded
+
+
+def test_tests_stand_in_rooms_and_take_nothing_from_other_tests():
+    files = python_files("tests")
+    places = {file.parent.relative_to(ROOT / "tests").as_posix() for file in files}
+    assert places - {".", "lib", "bench"} <= {room.removeprefix("specdec/") for room in ROOMS}
+    names = {file.stem for file in files if file.name.startswith("test_")}
+    wrong = [
+        f"{name_of(file)} imports {module}"
+        for file in files
+        for module in imported_modules(parsed(file))
+        if module.split(".")[0] in names
+    ]
+    assert not wrong, one_per_line(wrong)
+
+
+def test_contributing_shows_every_room():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    missing = [room for room in ROOMS if f"{room}/" not in text]
+    assert not missing, one_per_line(missing)
 
 
 def test_imports_name_the_installed_package():

@@ -14,7 +14,7 @@ import torch
 
 from specdec.drafting.base import Drafter
 from specdec.loop.decoder import Decoder
-from specdec.loop.rules import AcceptanceStats
+from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 
 __all__ = ["Arm", "ArmTimes", "UnavailableError", "our_arm", "time_arm", "transformers_arm"]

@@ -19,7 +19,7 @@ from specdec.bench.decoding.synthetic import AcceptanceProfile, SyntheticAccepta
 from specdec.bench.decoding.traffic import StepBytes, step_bytes
 from specdec.drafting.base import Drafter
 from specdec.evaluation.checking import Divergence, first_divergence
-from specdec.loop.rules import AcceptanceStats
+from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 
 __all__ = ["BASELINE", "Cell", "run_cell"]

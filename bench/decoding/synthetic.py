@@ -17,7 +17,6 @@ from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.verdict import Verdict
-from specdec.loop.captured import new_drafter
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import TreeShape
 
@@ -113,7 +112,7 @@ class SyntheticAcceptance(Drafter):
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The drafter's state, and the tables for the rows that a captured step pads the batch with."""
-        self.drafter = new_drafter(self.drafter, room, device)  # whoever copied this one must not share its state
+        self.drafter = self.drafter.copy_for(room, device)  # whoever copied this one must not share its state
         self._prompt_lengths = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
         self._row_continuation = _with_rows(self._continuation, room.batch_size)
         self._row_depths = _with_rows(self._depths, room.batch_size)

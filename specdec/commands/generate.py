@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specdec.commands.options import Commands
-    from specdec.loop.rules import AcceptanceStats
+    from specdec.loop.stats import AcceptanceStats
 
 __all__ = ["add_to"]
 

@@ -112,8 +112,8 @@ def as_tree_option(text: str | None) -> str | int | tuple[int, ...] | None:
 
 def load_for_decoding(options: argparse.Namespace) -> "tuple[Target, Drafter, PreTrainedTokenizerBase]":
     """What a command that decodes names."""
-    from specdec.drafters.load import load_drafter
     from specdec.models.target.target import Target
+    from specdec.tuning.auto import load_drafter
 
     model, tokenizer = load_target(options.model, options)
     target = Target(model)

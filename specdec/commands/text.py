@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from specdec.loop.rules import AcceptanceStats
+from specdec.loop.stats import AcceptanceStats
 
 __all__ = ["ACCEPTED_STYLE", "CompletionStream", "TextPieces", "describe_run"]
 

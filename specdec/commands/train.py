@@ -65,7 +65,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> int:
     _check_can_train("train")
     from specdec.training.data import Texts
-    from specdec.training.recipe import Run
+    from specdec.training.objectives.recipe import Run
     from specdec.training.train import train_drafter
 
     target, tokenizer = load_target(options.target, options)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 __all__ = ["check_replaceable", "replace_file", "replace_folder"]
 
-_OURS = {
-    "config.json", "curves.svg", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
-    "specdec.json", "training.json", "tree.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-}  # fmt: skip
+_OURS = set(
+    "config.json curves.svg generation_config.json model.safetensors model.safetensors.index.json specdec.json "
+    "training.json tree.json tokenizer.json tokenizer_config.json special_tokens_map.json".split()
+)
 """Names of the files that a saved model or drafter has."""
 
 

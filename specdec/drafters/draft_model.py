@@ -48,6 +48,7 @@ class DraftModel(Drafter):
     kind: ClassVar[str] = "draft_model"
     shape: TreeShape
     shares_candidates: ClassVar[bool] = False
+    default_tree: ClassVar[tuple[int, ...]] = (4, 2, 2)
 
     def __init__(self, model: PreTrainedModel, shape: TreeShape) -> None:
         if shape.max_depth < 1:

@@ -25,20 +25,19 @@ from specdec.drafters.kinds import (
     network_class,
     settings_of,
 )
+from specdec.drafters.none import NoDrafter
 from specdec.drafting.base import Drafter
 from specdec.drafting.folder import RECORD, TREE, WEIGHTS, DrafterRecord, TargetRecord, config_from, embeds_like
 from specdec.models.networks.base import DraftNetwork, load_strictly
 from specdec.models.published.files import TensorFiles, download, read_config, tensor_files
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import AnyTreeLike, DynamicTree, as_tree, load_tree
+from specdec.trees.plan import read_plan
 from specdec.trees.shape import TreeShape
-from specdec.tuning.budget import read_plan
 
 __all__ = ["DRAFTER_KINDS", "load_drafter"]
 
 logger = logging.getLogger(__name__)
-
-_DEFAULT_DRAFT_MODEL_TREE = (4, 2, 2)
 
 
 def load_drafter(
@@ -50,36 +49,14 @@ def load_drafter(
     any_target: bool = False,
     **settings: Any,
 ) -> Drafter:
-    """Make a drafter that fits `target`.
-
-    Args:
-        source: a kind that needs no weights (`"none"`, `"prompt_lookup"`, ...), a folder or file of weights, a hub id,
-            a loaded causal LM, or None for plain decoding. A `Drafter` is returned as it is.
-        target: what it will draft for.
-        kind: what `source` holds, when the files do not tell.
-        tree: the draft tree, in any of the forms of `specdec.trees.dynamic.as_tree`; with `"dynamic"`, for drafters
-            that grow trees, the settings `num_nodes` (root counted), `depth` and `top_k` are its limits. `"auto"`
-            measures for some seconds which part of the default tree is fastest for one request on this machine, and a
-            plan of `specdec tune` is such a choice on file; where no tree is expected to pay, both give plain decoding.
-        any_target: load a drafter that was trained for another target of the same sizes.
-        settings: settings of the kind, such as prompt_lookup's `max_ngram` and `num_draft_tokens`, and of reading
-            the files that others published, such as EAGLE's `tap_layers` and `rope_theta`.
-
-    Raises:
-        FileNotFoundError: no such folder or repository, and no kind of that name.
-        TypeError: a source of another type, or a setting that the kind does not have.
-        ValueError: a malformed checkpoint, or one of another target.
-        NotImplementedError: a published file that asks for arithmetic which the kind's network does not have.
-    """
+    """As the public `specdec.load_drafter` (`specdec.tuning.auto`), without `tree="auto"`: nothing is measured here."""
     target = target if isinstance(target, Target) else Target(target)
     if isinstance(source, Drafter):
         if tree is not None or settings:
             raise ValueError("tree: expected None with a Drafter object, which has its tree and settings already")
         return source
-    if tree == "auto":
-        return _tuned(load_drafter(source, target, kind=kind, any_target=any_target, **settings), target)
     if isinstance(tree, str | os.PathLike) and os.path.isfile(tree) and not _is_worth_it(tree):
-        return _without_weights("none", None, {})
+        return NoDrafter()
     if source is None:
         source = "none"
     if isinstance(source, PreTrainedModel):
@@ -88,7 +65,8 @@ def load_drafter(
         raise TypeError(f"drafter: expected a Drafter, a causal LM, a kind, a folder or a hub id, got {source!r}")
     name = os.fspath(source)
     if name in KINDS_WITHOUT_WEIGHTS:
-        return _without_weights(name, tree, settings)
+        _check_settings(name, settings)
+        return drafter_class(name).from_settings(tree, **settings)
     path = Path(name)
     if not path.exists():
         if name in DRAFTER_KINDS:
@@ -103,17 +81,6 @@ def load_drafter(
     return _load_published(path, target, kind, tree, settings)
 
 
-def _tuned(drafter: Drafter, target: Target) -> Drafter:
-    """The drafter with the part of its tree that is expected to be fastest."""
-    from specdec.tuning.measure import tune, with_tree
-
-    if drafter.shape.num_nodes == 1:  # plain decoding
-        return drafter
-    plan = tune(target, drafter)
-    logger.info("tree: %s", plan)
-    return with_tree(drafter, plan.tree)
-
-
 def _is_worth_it(file: str | os.PathLike[str]) -> bool:
     """False for a plan that found plain decoding to be fastest."""
     plan = read_plan(file)
@@ -123,24 +90,9 @@ def _is_worth_it(file: str | os.PathLike[str]) -> bool:
     return False
 
 
-def _without_weights(kind: str, tree: AnyTreeLike | None, settings: dict[str, Any]) -> Drafter:
-    """A drafter that is made of settings alone."""
-    if tree is not None and kind == "prompt_lookup":
-        shape = as_tree(tree)
-        if isinstance(shape, DynamicTree) or shape != TreeShape.chain(shape.max_depth):
-            raise ValueError(f"tree: expected a chain, which is all that prompt_lookup proposes, got {shape!r}")
-        settings = {"num_draft_tokens": shape.max_depth, **settings}
-    elif tree is not None and kind == "none":
-        raise ValueError("tree: expected None without a drafter, which proposes nothing")
-    elif tree is not None:
-        raise ValueError(f"tree: expected None with {kind}, whose settings say what it proposes, got {tree!r}")
-    _check_settings(kind, settings)
-    return drafter_class(kind)(**settings)
-
-
 def _draft_model(model: PreTrainedModel, tree: AnyTreeLike | None, settings: dict[str, Any]) -> DraftModel:
     _check_settings("draft_model", settings)
-    shape = as_tree(_DEFAULT_DRAFT_MODEL_TREE if tree is None else tree)
+    shape = as_tree(DraftModel.default_tree if tree is None else tree)
     if isinstance(shape, DynamicTree):
         raise ValueError(f"tree: expected a static tree with draft_model, which does not grow trees, got {shape}")
     return DraftModel(model, shape, **settings)

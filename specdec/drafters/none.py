@@ -4,7 +4,7 @@ Paper: none; the baseline that every speedup is measured against, in the same ru
 Proposes: a tree of one node. Needs from the target: nothing. Cost: nothing.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +13,7 @@ from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.dynamic import AnyTreeLike
 from specdec.trees.shape import TreeShape
 
 __all__ = ["NoDrafter"]
@@ -24,6 +25,13 @@ class NoDrafter(Drafter):
     kind: ClassVar[str] = "none"
     shape: TreeShape
     shape = TreeShape.chain(0)
+
+    @classmethod
+    def from_settings(cls, tree: AnyTreeLike | None, **settings: Any) -> "NoDrafter":
+        """As `Drafter.from_settings`; there are no settings."""
+        if tree is not None:
+            raise ValueError("tree: expected None without a drafter, which proposes nothing")
+        return cls(**settings)
 
     def bind(self, target: Target) -> None:
         """Place the one-node tree on the target's device."""

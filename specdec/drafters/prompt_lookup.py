@@ -7,7 +7,7 @@ Deviations: the published code takes the leftmost match and only one with a full
 recent match, which predicts better, and accepts a shorter continuation.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.dynamic import AnyTreeLike, DynamicTree, as_tree
 from specdec.trees.shape import TreeShape
 
 __all__ = ["PromptLookup"]
@@ -41,6 +42,16 @@ class PromptLookup(Drafter):
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self.max_ngram = max_ngram
         self.shape = TreeShape.chain(num_draft_tokens)
+
+    @classmethod
+    def from_settings(cls, tree: AnyTreeLike | None, **settings: Any) -> "PromptLookup":
+        """As `Drafter.from_settings`; a chain's length is `num_draft_tokens`."""
+        if tree is not None:
+            shape = as_tree(tree)
+            if isinstance(shape, DynamicTree) or shape != TreeShape.chain(shape.max_depth):
+                raise ValueError(f"tree: expected a chain, which is all that prompt_lookup proposes, got {shape!r}")
+            settings = {"num_draft_tokens": shape.max_depth, **settings}
+        return cls(**settings)
 
     def bind(self, target: Target) -> None:
         """Place the chain on the target's device."""

@@ -1,5 +1,6 @@
 """The seam between the decoding loop and whatever proposes tokens."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
-from specdec.trees.dynamic import DynamicTree
+from specdec.trees.dynamic import AnyTreeLike, DynamicTree
 from specdec.trees.shape import TreeShape
 
 __all__ = ["Drafter", "Prompt", "Room"]
@@ -72,13 +73,26 @@ class Drafter(ABC):
         shape: the largest tree it proposes. The loop reads its sizes alone; a drafter of static trees, which needs the
             topology, declares the attribute again as a `TreeShape`.
         shares_candidates: whether children of several parents may come from one list of candidates.
-        kept_decoder: the decoder that `generate` keeps with this drafter, for the steps that it captured.
     """
 
     kind: ClassVar[str]
     shape: TreeShape | DynamicTree
     shares_candidates: ClassVar[bool] = True
-    kept_decoder: Any = None
+
+    @classmethod
+    def from_settings(cls, tree: AnyTreeLike | None, **settings: Any) -> "Drafter":
+        """Make a drafter that is its settings alone, of a kind that needs no weights.
+
+        Args:
+            tree: what the user asked for; None for what the settings say.
+            settings: the kind's.
+
+        Raises:
+            ValueError: the kind does not propose such a tree.
+        """
+        if tree is not None:
+            raise ValueError(f"tree: expected None with {cls.kind}, whose settings say what it proposes, got {tree!r}")
+        return cls(**settings)
 
     @property
     def can_sample(self) -> bool:
@@ -104,6 +118,12 @@ class Drafter(ABC):
             room: the sizes.
             device: the target's, or "meta" to learn how much memory it takes.
         """
+
+    def copy_for(self, room: Room, device: torch.device) -> "Drafter":
+        """A shallow copy of a bound drafter, with a state of its own; arguments as of `allocate`."""
+        own = copy.copy(self)
+        own.allocate(room, device)
+        return own
 
     @abstractmethod
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:

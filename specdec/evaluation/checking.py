@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter
 from specdec.loop.decoder import Decoder
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeLike
+from specdec.tuning.auto import load_drafter
 
 __all__ = ["CheckReport", "Divergence", "check", "first_divergence"]
 

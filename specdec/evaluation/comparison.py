@@ -17,7 +17,7 @@ from rich.table import Table
 
 from specdec.drafting.base import Drafter
 from specdec.loop.decoder import Decoder
-from specdec.loop.rules import AcceptanceStats
+from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 
 __all__ = ["ComparisonRow", "compare", "comparison_table"]

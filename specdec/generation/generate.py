@@ -4,25 +4,28 @@ Arguments, defaults and results follow transformers: keywords win over `generati
 own; the prompt is part of the returned ids; finished rows are filled up with the pad token.
 """
 
+import copy
 import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
-from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter
 from specdec.generation.host_steps import HostSteps
 from specdec.generation.settings import Settings, merge_settings, read_prompts, read_settings
 from specdec.loop.decoder import Decoder, DecodeResult, without_autograd
 from specdec.loop.processing import Processing
-from specdec.loop.rules import AcceptanceRule, AcceptanceStats, choose_rule
+from specdec.loop.rules import AcceptanceRule, choose_rule
+from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeLike
+from specdec.tuning.auto import load_drafter
 
 __all__ = ["SpecDecodeOutput", "generate"]
 
@@ -31,6 +34,9 @@ LONG_TEXT = 64
 
 ENOUGH_STEPS = 64
 """Steps with a proposal that show whether a drafter suits the model."""
+
+KEPT: WeakKeyDictionary[Drafter, Decoder] = WeakKeyDictionary()
+"""The decoder of the last call with each drafter that users hold, for the steps that it captured."""
 
 _LOG = logging.getLogger("specdec")
 
@@ -152,13 +158,14 @@ def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bo
     It lives as long as the drafter. With a drafter that was made for this call alone a step is captured for long texts
     only: that costs as much as a few eager steps, and no later call can use it.
     """
-    known = drafter.kept_decoder
-    if keep and known is not None and known.acceptance == rule and _is_same(known.target, target):
-        drafter.bind(known.target)  # it may have served another target meanwhile
+    known = KEPT.get(drafter) if keep else None
+    if known is not None and known.acceptance == rule and _is_same(known.target, target):
+        known.drafter.bind(known.target)  # its networks may have served another target meanwhile
         return known
     decoder = Decoder(target, drafter, acceptance=rule, capture=keep or max_new_tokens >= LONG_TEXT)
     if keep and decoder.captured is not None:
-        drafter.kept_decoder = decoder
+        decoder.drafter = copy.copy(drafter)  # a decoder that held its own key would never be dropped
+        KEPT[drafter] = decoder
     return decoder
 
 
@@ -194,10 +201,10 @@ def _warn_if_refused(drafter: Drafter, stats: AcceptanceStats) -> None:
     steps = zip(itertools.chain(*stats.num_emitted), itertools.chain(*stats.reach), strict=True)
     accepted = [emitted > 1 for emitted, reach in steps if reach > 0]
     if len(accepted) >= ENOUGH_STEPS and sum(accepted) < 0.02 * len(accepted):
-        _LOG.warning(
-            "drafter: %s proposed in %d steps, and something was accepted in %d of them; is it made for this model?",
-            drafter.kind, len(accepted), sum(accepted),
-        )  # fmt: skip
+        message = (
+            "drafter: %s proposed in %d steps, and something was accepted in %d of them; is it made for this model?"
+        )
+        _LOG.warning(message, drafter.kind, len(accepted), sum(accepted))
 
 
 def _output(

@@ -164,19 +164,15 @@ def _own_criteria(
 
 def _without(given: Sequence[Any], made: Sequence[Any]) -> list[Any]:
     """`given` without what was made: of each type either the one that was made is in there, or only the caller's."""
-    types = {
-        type(one) for one in made
-        if [_values(other) for other in given if type(other) is type(one)] == [_values(one)]
-    }  # fmt: skip
+    alike = [(one, [_values(other) for other in given if type(other) is type(one)]) for one in made]
+    types = {type(one) for one, found in alike if found == [_values(one)]}
     return [one for one in given if type(one) not in types]
 
 
 def _values(item: object) -> dict[str, Any]:
     """The attributes of a processor or criterion, as values that compare; but not when it was made."""
-    return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in vars(item).items() if name != "initial_timestamp"
-    }  # fmt: skip
+    values = {name: value for name, value in vars(item).items() if name != "initial_timestamp"}
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
 def _unwrap_allowed(

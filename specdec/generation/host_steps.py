@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specdec.loop.decoder import StepReport
+from specdec.loop.step import StepReport
 
 __all__ = ["HostSteps"]
 
@@ -61,7 +61,7 @@ class HostSteps:
             self._streamer.end()
 
     def __call__(self, report: StepReport) -> Mapping[int, int]:
-        """As `specdec.loop.decoder.OnStep`."""
+        """As `specdec.loop.step.OnStep`."""
         ended: dict[int, int] = {}
         is_late = self._deadline is not None and time.monotonic() >= self._deadline
         for row, new in enumerate(report.new):

@@ -19,34 +19,34 @@ from specdec.models.target.target import Target
 
 __all__ = ["Settings", "merge_settings", "read_prompts", "read_settings"]
 
-_USED_FIELDS = (
-    {
-        "max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "do_sample", "return_dict_in_generate",
-        "max_time", "stop_strings", "output_scores", "output_logits", "num_return_sequences",
-    }
-    | PROCESSOR_FIELDS
-    | WARPER_FIELDS
-)  # fmt: skip
-_IRRELEVANT_FIELDS = {
-    "bos_token_id", "decoder_start_token_id", "transformers_version", "use_cache",
-    # settings of beam search, of transformers' own assisted decoding and of its compiled caches
-    "early_stopping", "length_penalty", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile",
-}  # fmt: skip
+_USED_FIELDS = {*PROCESSOR_FIELDS, *WARPER_FIELDS} | set(
+    "max_length max_new_tokens eos_token_id pad_token_id do_sample return_dict_in_generate max_time stop_strings "
+    "output_scores output_logits num_return_sequences".split()
+)
+# from `early_stopping` on: of beam search, of transformers' own assisted decoding and of its compiled caches
+_IRRELEVANT_FIELDS = set(
+    "bos_token_id decoder_start_token_id transformers_version use_cache early_stopping length_penalty is_assistant "
+    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
+    "target_lookbehind disable_compile".split()
+)
 _NEUTRAL_NUMBERS = {
-    "num_beams": 1, "num_beam_groups": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "diversity_penalty": 0,
-    "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0,
-}  # fmt: skip
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "penalty_alpha"), 0),
+}
 """The one value of a number that is as good as None; 0 and False are not, as transformers acts on them."""
 _NEUTRAL_ARGUMENTS: dict[str, tuple[bool | None, ...]] = {
-    "past_key_values": (None,), "synced_gpus": (None, False), "use_model_defaults": (None, True),
-    "assistant_model": (None,), "negative_prompt_ids": (None,), "negative_prompt_attention_mask": (None,),
-}  # fmt: skip
+    **dict.fromkeys(("past_key_values", "assistant_model"), (None,)),
+    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask"), (None,)),
+    "synced_gpus": (None, False),
+    "use_model_defaults": (None, True),
+}
 """Arguments of `model.generate` that are not supported here, and the values that ask for nothing."""
 _DEFAULT_TOP_K = 50  # as transformers, when sampling; the keyword None turns it off
 _UNUSED_WHEN_GREEDY = {
-    "temperature": 1, "top_k": _DEFAULT_TOP_K, "top_p": 1, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
-}  # fmt: skip
+    **dict.fromkeys(("temperature", "top_p", "typical_p"), 1),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0),
+    "top_k": _DEFAULT_TOP_K,
+}
 """What transformers too says nothing about."""
 _DEFAULT_NEW_TOKENS = 20  # as transformers, less where the context ends before
 _LOG = logging.getLogger("specdec")
@@ -142,11 +142,10 @@ def _is_neutral(name: str, value: Any, default: Any) -> bool:
 
 def _warn_of_unused(keywords: Mapping[str, Any]) -> None:
     """Say which of the caller's keywords do nothing without sampling."""
-    unused = [
-        f"{name}={short_repr(value)}" for name, value in keywords.items()
-        if name in WARPER_FIELDS and value is not None
-        and not (isinstance(value, (int, float)) and value == _UNUSED_WHEN_GREEDY.get(name))
-    ]  # fmt: skip
+    given = {name: value for name, value in keywords.items() if name in WARPER_FIELDS and value is not None}
+    numbers = {name: value for name, value in given.items() if isinstance(value, (int, float))}
+    defaults = {name for name, value in numbers.items() if value == _UNUSED_WHEN_GREEDY.get(name)}
+    unused = [f"{name}={short_repr(value)}" for name, value in given.items() if name not in defaults]
     if unused:
         _LOG.warning("do_sample: expected True with %s, got False; decoding is greedy", ", ".join(unused))
 

@@ -1,11 +1,9 @@
-"""The decoding loop: draft -> score -> verify -> commit. Read this file first.
+"""From prompts to tokens: a `Decoder` lays out memory, runs a generation on it, and captures its step where it pays.
 
-Five nouns (`DraftTree`, `TargetOutput`, `Verdict`, `DecodeState`, `AcceptanceStats`) and four verbs. Nothing here knows
-which kind of drafter it drives: a chain is a tree, and plain decoding is the tree of one node.
+What a step is stands in `step.py`; how it is captured, in `captured.py`.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,44 +14,20 @@ from transformers import PreTrainedModel
 from specdec.common.randomness import row_seeds
 from specdec.drafters.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.launch import Backend
-from specdec.loop.captured import CapturedStep, CapturedSteps, CudaGraphs, Engine, new_drafter
+from specdec.loop.captured import CapturedStep, CapturedSteps, Memory
+from specdec.loop.graphs import CudaGraphs, Engine
 from specdec.loop.memory import Description, MemoryPlan, weights_of
 from specdec.loop.processing import Processing
-from specdec.loop.rules import AcceptanceRule, AcceptanceStats, Greedy, Limits
+from specdec.loop.rules import AcceptanceRule, Greedy
 from specdec.loop.state import DecodeState
+from specdec.loop.stats import AcceptanceStats
+from specdec.loop.step import Generation, NonFiniteLogitsError, OnStep
 from specdec.loop.timing import PhaseTimer
 from specdec.models.common.cache import KVCache
-from specdec.models.target.scores import Scores
-from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.models.target.target import Target
 
-__all__ = ["DecodeResult", "DecodeState", "Decoder", "NonFiniteLogitsError", "OnStep", "StepReport", "without_autograd"]
-
-
-class NonFiniteLogitsError(RuntimeError):
-    """The target's logits are NaN, so that no token can be chosen."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What a step did, for code on the host.
-
-    Attributes:
-        new: per row the tokens that it emitted; empty for a row that had finished.
-        path: [B, P] int32 accepted nodes from the root; new token i was decided by the logits at node `path[i]`.
-        scores: the target's at every node, as they came; `scores.logits` are [B, N, V].
-        processed: the same as the acceptance rule saw them.
-    """
-
-    new: list[list[int]]
-    path: torch.Tensor
-    scores: Scores
-    processed: Scores
-
-
-OnStep = Callable[[StepReport], Mapping[int, int] | None]
-"""Called after prefill and after every step. To end rows it returns, by row, how many of the new tokens to keep."""
+__all__ = ["DecodeResult", "Decoder", "without_autograd"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,34 +142,19 @@ class Decoder:
             prompt = Prompt.padded(prompts, rows, max_length, device)
             with timer.phase("prefill"):
                 if captured is None:
-                    drafter = self.drafter
-                    state = self._new_state(Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens), device)
-                    drafter.allocate(state.room, device)
+                    room = Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens)
+                    self.drafter.allocate(room, device)
+                    state, drafter = self._new_state(room, device), self.drafter
                 else:
-                    state, drafter = captured.state, captured.drafter
-                needs_logits = self._needs_logits(processing) or (on_step is not None and reads_logits)
-                call = _Call(drafter, stops, processing, timer, needs_logits)
-                state.begin(prompt, max_new_tokens, seeds)
-                report = self._prefill(state, prompt, call)
+                    state, drafter = captured.state, captured.generation.drafter
+                host_reads = on_step is not None and reads_logits
+                generation = self._generation(state, drafter, stops, processing, timer, host_reads=host_reads)
+                first = generation.begin(prompt, max_new_tokens, seeds)
             if captured is None:
-                self._run_eagerly(state, call, report, on_step)
+                generation.run(first, on_step)
             else:
-                self._replay(captured, stops, max_new_tokens - 1, timer)
-            num_emitted, reach, num_steps = state.counts(num_rows)
-            stats = AcceptanceStats(
-                num_emitted,
-                reach,
-                lossless=self.acceptance.lossless,
-                times_ms=timer.times_ms(),
-                num_target_passes=num_steps,
-                captured=captured is not None,
-                spans_ms=timer.spans_ms(),
-            )
-            tokens = state.tokens(num_rows)
-            cache = None
-            if keep_cache:
-                cache = state.cache if captured is None else state.cache.copy_of(num_rows)
-        return DecodeResult(tokens, stats, cache)
+                self._replay(captured, generation, max_new_tokens - 1)
+            return self._result(generation, num_rows, is_captured=captured is not None, keep_cache=keep_cache)
 
     def warmup(
         self,
@@ -241,35 +200,12 @@ class Decoder:
         room = Room(batch_size, length, length - 1, length - 1)
         if self.captured is not None:
             room = self.captured.room(batch_size, length)
-        meta = torch.device("meta")
-        plan = MemoryPlan.of(self.target, new_drafter(self.drafter, room, meta), self._new_state(room, meta))
-        captures = self.captured is not None and not self.captured.cannot_capture
-        return Description(plan, () if self.captured is None else tuple(self.captured.rooms()), captures)
-
-    def step(self, state: DecodeState, call: "_Call") -> "_Report":
-        """One step. Emits `num_accepted + 1` tokens per running row.
-
-        It never asks the device for anything, and its shapes do not depend on data: the loop may run it as it is, or
-        capture it once and replay it.
-        """
-        state.uniforms.next_step()
-        with call.timer.phase("draft"):
-            choose = self.acceptance.chooser(call.processing.law, state.uniforms)
-            tree = self.target.broadcast_from_first(call.drafter.draft(state.root, state.cache.lengths, choose))
-        with call.timer.phase("score"):
-            output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
-            scores = call.scores(output)
-            has_nan = scores.has_nan
-        with call.timer.phase("verify"):
-            processed = call.process(scores, tree, state)
-            limits = Limits(state.budget, call.stop_tokens, self.backend)
-            verdict = self.target.broadcast_from_first(self.acceptance.verify(tree, processed, limits, state.uniforms))
-            state.note_nan(has_nan)
-        with call.timer.phase("commit"):
-            state.cache.commit(verdict.path, verdict.num_accepted)
-            call.drafter.commit(verdict, output)
-            state.emit_step(verdict, tree.reach, call.stop_tokens)
-        return _Report(verdict.emitted, verdict.num_emitted, verdict.path, scores, processed)
+        memory = self._lay_out(room, torch.device("meta"))
+        plan = MemoryPlan.of(self.target, memory.drafter, memory.state)
+        if self.captured is None or self.captured.cannot_capture:
+            return Description(plan, (), captures=False)
+        captured = tuple((one.state.room, len(one.steps)) for one in self.captured.memories())
+        return Description(plan, captured, captures=True)
 
     def check_prompts(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
         """Raise TypeError or ValueError for prompts that `decode` would refuse."""
@@ -294,14 +230,27 @@ class Decoder:
         with without_autograd(self.target.device), self.target.hooked(), self.drafter.session():
             yield
 
-    def _run_eagerly(self, state: DecodeState, call: "_Call", report: "_Report", on_step: OnStep | None) -> None:
-        """Run steps until all rows have finished; `report` is that of prefill."""
-        if on_step is not None:
-            self._tell(state, report, on_step)
-        while self._is_running(state):
-            report = self.step(state, call)
-            if on_step is not None:
-                self._tell(state, report, on_step)
+    def _lay_out(self, room: Room, device: torch.device) -> Memory:
+        """Memory that stays: on the target's device, or on "meta" to learn how much it takes."""
+        return Memory(self._new_state(room, device), self.drafter.copy_for(room, device))
+
+    def _new_state(self, room: Room, device: torch.device) -> DecodeState:
+        shape = self.drafter.shape
+        return DecodeState.new(self.target, room, num_nodes=shape.num_nodes, max_depth=shape.max_depth, device=device)
+
+    def _generation(
+        self,
+        state: DecodeState,
+        drafter: Drafter,
+        stops: torch.Tensor | None,
+        processing: Processing,
+        timer: PhaseTimer,
+        *,
+        host_reads: bool = False,
+    ) -> Generation:
+        """A generation that has not begun; `host_reads` says whether `on_step` reads logits."""
+        needs_logits = host_reads or self.acceptance.needs_logits or not processing.is_idle
+        return Generation(self.target, drafter, self.acceptance, state, stops, processing, timer, needs_logits)
 
     def _find_captured(
         self,
@@ -322,118 +271,74 @@ class Decoder:
             captured.release()
             self._addresses = addresses
         # the rule itself is part of the key: another one at the same address would be another key
-        sizes = (batch_size, max_length, (self.acceptance, signature), num_stop_tokens)
-        found = captured.find(*sizes)
+        key = (self.acceptance, signature, num_stop_tokens)
+        found = captured.find(batch_size, max_length, key)
         if found is not None or not may_capture:
             return found
-
-        def begin(state: DecodeState, drafter: Drafter, stops: torch.Tensor | None) -> tuple[Callable[[], Any], Any]:
-            """A generation that is thrown away."""
-            timer = PhaseTimer(self.target.device, enabled=False)
-            call = _Call(drafter, stops, processing, timer, self._needs_logits(processing))
-            rows = state.room.batch_size
-            prompt = Prompt.padded([], rows, state.room.max_length, self.target.device)
-            state.begin(prompt, state.room.max_new_tokens, torch.zeros_like(state.uniforms.seeds))
-            self._prefill(state, prompt, call)
-            return functools.partial(self.step, state, call), call
-
         try:
             with timer.phase("capture"):
-                return captured.capture(*sizes, self._lay_out, begin)
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            if not (isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)):
-                raise
-            plan = self.describe(batch_size=batch_size, max_length=max_length).plan
-            raise type(error)(
-                f"memory: expected {plan.total_bytes / 2**30:.2f} GiB on {self.target.device} beside the results of "
-                f"passes, got {str(error).splitlines()[0]}; lower max_new_tokens, the batch or the tree\n{plan}"
-            ) from error
+                memory = captured.memory(batch_size, max_length)
+                if memory is None:
+                    room = captured.room(batch_size, max_length)
+                    memory = captured.keep(self._lay_out(room, self.target.device))
+                return captured.record(memory, key, self._thrown_away(memory, processing, num_stop_tokens))
+        except BaseException as error:
+            captured.release()
+            self._explain_lack_of_memory(error, batch_size, max_length)
+            raise
 
-    def _replay(self, captured: CapturedStep, stops: torch.Tensor | None, max_steps: int, timer: PhaseTimer) -> None:
-        """Replay a captured step for a generation that has begun."""
+    def _thrown_away(self, memory: Memory, processing: Processing, num_stop_tokens: int) -> Generation:
+        """A generation that has begun on prompts of one token, for its step to be recorded."""
+        device, state = self.target.device, memory.state
+        stops = torch.full((num_stop_tokens,), -1, dtype=torch.int32, device=device) if num_stop_tokens else None
+        silent = PhaseTimer(device, enabled=False)
+        generation = self._generation(state, memory.drafter, stops, processing, silent)
+        prompt = Prompt.padded([], state.room.batch_size, state.room.max_length, device)
+        generation.begin(prompt, state.room.max_new_tokens, torch.zeros_like(state.uniforms.seeds))
+        return generation
+
+    def _explain_lack_of_memory(self, error: BaseException, batch_size: int, max_length: int) -> None:
+        """Raise what ran out of memory again, with what was needed; return for any other error."""
+        is_allocator = isinstance(error, torch.OutOfMemoryError)
+        if not is_allocator and not (isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)):
+            return
+        plan = self.describe(batch_size=batch_size, max_length=max_length).plan
+        raise type(error)(
+            f"memory: expected {plan.total_bytes / 2**30:.2f} GiB on {self.target.device} beside the results of "
+            f"passes, got {str(error).splitlines()[0]}; lower max_new_tokens, the batch or the tree\n{plan}"
+        ) from error
+
+    def _replay(self, captured: CapturedStep, generation: Generation, max_steps: int) -> None:
+        """Replay a captured step for a generation that has begun on its memory."""
         assert self.captured is not None
-        if stops is not None and captured.stop_tokens is not None:
-            captured.stop_tokens.copy_(stops)
-        with timer.phase("steps"):
+        stops = captured.generation.stop_tokens
+        if stops is not None and generation.stop_tokens is not None:
+            stops.copy_(generation.stop_tokens)
+        with generation.timer.phase("steps"):
             self.captured.run(captured, max_steps)
         try:
-            self._is_running(captured.state)
+            generation.is_running()
         except NonFiniteLogitsError:
             self.captured.release()  # the cache holds NaN, which masked lanes of later calls would read
             raise
 
-    def _needs_logits(self, processing: Processing) -> bool:
-        """Whether choosing tokens takes logits; otherwise the best token of every node is enough."""
-        return self.acceptance.needs_logits or not processing.is_idle
-
-    def _lay_out(self, room: Room) -> tuple[DecodeState, Drafter]:
-        """Memory for captured steps."""
-        return self._new_state(room, self.target.device), new_drafter(self.drafter, room, self.target.device)
-
-    def _new_state(self, room: Room, device: torch.device) -> DecodeState:
-        shape = self.drafter.shape
-        return DecodeState.new(self.target, room, num_nodes=shape.num_nodes, max_depth=shape.max_depth, device=device)
-
-    def _prefill(self, state: DecodeState, prompt: Prompt, call: "_Call") -> "_Report":
-        """Run the prompt, start the drafter and emit the first token."""
-        output = self.target.prefill(prompt.tokens, prompt.lengths, state.cache)
-        call.drafter.start(prompt, output)
-        scores = call.scores(output)
-        processed = call.process(scores, None, state)
-        root = self.target.broadcast_from_first(self.acceptance.first(processed, state.uniforms))
-        state.note_nan(scores.has_nan, is_prefill=True)
-        counts = (state.budget > 0).int()
-        state.emit(root, root[:, None], counts, call.stop_tokens)
-        return _Report(root[:, None], counts, torch.zeros_like(root)[:, None], scores, processed)
-
-    def _tell(self, state: DecodeState, report: "_Report", on_step: OnStep) -> None:
-        """Report to the host and cut the rows that it ends."""
-        _check_finite(int(state.progress[1]))
-        counts = report.counts.tolist()
-        new = [row[:count] for row, count in zip(report.emitted.tolist(), counts, strict=True)]
-        with torch.inference_mode(False), torch.no_grad():  # the caller's code is none of ours
-            kept = on_step(StepReport(new, report.path, report.scores, report.processed)) or {}
-        for row, count in kept.items():
-            state.cut(row, counts[row] - count)
-
-    def _is_running(self, state: DecodeState) -> bool:
-        """Whether any row may still emit; one small copy to the host."""
-        is_running, first_nan_step = state.progress.tolist()
-        _check_finite(first_nan_step)
-        return bool(is_running)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What stays the same during one call of `decode`, and for as long as a captured step is replayed."""
-
-    drafter: Drafter
-    stop_tokens: torch.Tensor | None
-    processing: Processing
-    timer: PhaseTimer
-    needs_logits: bool
-
-    def scores(self, output: TargetOutput | PrefillOutput) -> Scores:
-        """The target's, with their logits written now if anyone will read them: then nothing is found without them."""
-        return Scores.of(output.scores.logits) if self.needs_logits else output.scores
-
-    def process(self, scores: Scores, tree: DraftTree | None, state: DecodeState) -> Scores:
-        """What the acceptance rule sees."""
-        if self.processing.is_idle:
-            return scores
-        history = state.history() if self.processing.needs_history else None
-        return Scores.of(self.processing(scores.logits, tree, history, state.budget))
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """A `StepReport` that is still on the device."""
-
-    emitted: torch.Tensor
-    counts: torch.Tensor
-    path: torch.Tensor
-    scores: Scores
-    processed: Scores
+    def _result(self, generation: Generation, num_rows: int, *, is_captured: bool, keep_cache: bool) -> DecodeResult:
+        """What the first `num_rows` rows emitted, rows that fill a bucket up left out."""
+        state, timer = generation.state, generation.timer
+        num_emitted, reach, num_steps = state.counts(num_rows)
+        stats = AcceptanceStats(
+            num_emitted,
+            reach,
+            lossless=self.acceptance.lossless,
+            times_ms=timer.times_ms(),
+            num_target_passes=num_steps,
+            captured=is_captured,
+            spans_ms=timer.spans_ms(),
+        )
+        cache = None
+        if keep_cache:
+            cache = state.cache.copy_of(num_rows) if is_captured else state.cache
+        return DecodeResult(state.tokens(num_rows), stats, cache)
 
 
 def without_autograd(device: torch.device) -> AbstractContextManager[Any]:
@@ -442,9 +347,3 @@ def without_autograd(device: torch.device) -> AbstractContextManager[Any]:
     Elsewhere it costs nothing, and libraries of quantized layers may keep tensors that they make in the first pass.
     """
     return torch.inference_mode() if device.type == "cpu" else torch.no_grad()
-
-
-def _check_finite(first_nan_step: int) -> None:
-    if first_nan_step >= 0:
-        where = "while the prompt was run (step 0)" if first_nan_step == 0 else f"at step {first_nan_step}"
-        raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")

@@ -21,12 +21,10 @@ __all__ = ["PROCESSOR_FIELDS", "WARPER_FIELDS", "Processing"]
 
 _AT_ONCE = frozenset({"repetition_penalty", "temperature", "top_k", "top_p", "min_p"})
 PROCESSOR_FIELDS = frozenset(
-    {
-        "sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens",
-        "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-        "suppress_tokens", "begin_suppress_tokens", "renormalize_logits",
-    }
-)  # fmt: skip
+    "sequence_bias repetition_penalty no_repeat_ngram_size bad_words_ids min_length min_new_tokens "
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens renormalize_logits".split()
+)
 """Fields of `GenerationConfig` that process logits whether or not tokens are sampled."""
 WARPER_FIELDS = frozenset({"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"})
 """Fields that act on sampling alone."""
@@ -162,10 +160,8 @@ class Processing:
             scores[nodes] = _apply(processors, ids, scores[nodes]).to(scores.dtype)
             children = [node for node in range(1, len(parent)) if parent[node] in nodes]
             own = scores[[parent[node] for node in children], [listed[node] for node in children]].tolist()
-            nodes = [
-                node for node, score in zip(children, own, strict=True)
-                if score > -torch.inf and listed[node] not in self._stops
-            ]  # fmt: skip
+            allowed = [node for node, score in zip(children, own, strict=True) if score > -torch.inf]
+            nodes = [node for node in allowed if listed[node] not in self._stops]
             paths |= {node: [*paths[parent[node]], node] for node in nodes}
             room -= 1
 
@@ -214,20 +210,20 @@ def _active(config: GenerationConfig, *, do_sample: bool) -> dict[str, Any]:
         settings |= {name: getattr(config, name, None) for name in WARPER_FIELDS}
     if settings["min_new_tokens"] is not None:  # as transformers: it wins, also with 0
         settings["min_length"] = None
-    neutral: dict[str, tuple[Any, ...]] = {
-        "temperature": (1.0,), "top_k": (0,), "top_p": (1.0,), "min_p": (0.0,), "typical_p": (1.0,),
-        "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
-        "min_length": (0,), "min_new_tokens": (0,), "remove_invalid_values": (False,), "renormalize_logits": (False,),
-    }  # fmt: skip
-    return {name: value for name, value in settings.items() if value is not None and value not in neutral.get(name, ())}
+    return {name: value for name, value in settings.items() if value is not None and value != _NEUTRAL.get(name)}
 
 
+_NEUTRAL: dict[str, float] = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "remove_invalid_values", "renormalize_logits"), 0),
+}
+"""Values with which a setting does nothing."""
 # The order of transformers' own list; the user's processors go before the warpers.
 _AFTER_PREFIX = (
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff",
-    "eta_cutoff", "renormalize_logits",
-)  # fmt: skip
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff renormalize_logits"
+).split()
 
 
 def _processors(
@@ -278,10 +274,8 @@ def _merge(
 ) -> LogitsProcessorList:
     """The user's processors behind the others and before the warpers, each in place of one of its own type."""
     types = {type(processor) for processor in custom}
-    before = [
-        one for name, one in processors
-        if name not in WARPER_FIELDS and name != "renormalize_logits"
-        and (hf.MinLengthLogitsProcessor if name == "min_length" else type(one)) not in types
-    ]  # fmt: skip
     warpers = [one for name, one in processors if name in WARPER_FIELDS or name == "renormalize_logits"]
+    others = [(name, one) for name, one in processors if one not in warpers]
+    type_of = {"min_length": hf.MinLengthLogitsProcessor}
+    before = [one for name, one in others if type_of.get(name, type(one)) not in types]
     return LogitsProcessorList([*before, *custom, *warpers])

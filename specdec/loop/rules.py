@@ -1,12 +1,11 @@
-"""Acceptance rules: which of the proposed nodes are kept. One definition of each rule, one of the statistics.
+"""Acceptance rules: which of the proposed nodes are kept. One definition of each.
 
 A rule turns the target's logits at every node into a `Verdict`. It never asks what kind of drafter proposed the tree,
 only whether its tokens were drawn from laws that it knows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +30,6 @@ from specdec.trees.traversal import TraversalTables
 __all__ = [
     "RULES",
     "AcceptanceRule",
-    "AcceptanceStats",
     "Greedy",
     "Limits",
     "Naive",
@@ -85,24 +83,32 @@ class AcceptanceRule(ABC):
         """How drafters pick candidates under this rule: the best ones, unless it draws them."""
         return TopK()
 
-    def check(self, drafter: Drafter) -> None:
-        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+    def objection(self, drafter: Drafter) -> str | None:
+        """Why the rule cannot judge what `drafter` proposes; None if it can."""
         if not self.draws_drafts:
-            return
-        self.check_can_draw(drafter)
-        if not _takes_first_ranks(drafter.shape):
-            raise ValueError(
+            return None
+        objection = self.objection_to_drawing(drafter)
+        if objection is None and not _takes_first_ranks(drafter.shape):
+            return (
                 f"tree: expected children that take the ranks 0, 1, ... for acceptance={self.name!r}, "
                 f"as candidates are tried in the order in which they were drawn; got {drafter.shape!r}"
             )
+        return objection
 
-    def check_can_draw(self, drafter: Drafter) -> None:
-        """Raise ValueError for a drafter whose candidates come from no known law."""
-        if not drafter.can_sample:
-            raise ValueError(
-                f"acceptance: {self.name} needs a drafter that draws its candidates from a known law, "
-                f"got {drafter.kind}; use acceptance='naive', which is lossless for any proposal"
-            )
+    def objection_to_drawing(self, drafter: Drafter) -> str | None:
+        """Why `drafter` cannot draw its candidates from known laws; None if it can."""
+        if drafter.can_sample:
+            return None
+        return (
+            f"acceptance: {self.name} needs a drafter that draws its candidates from a known law, "
+            f"got {drafter.kind}; use acceptance='naive', which is lossless for any proposal"
+        )
+
+    def check(self, drafter: Drafter) -> None:
+        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
+        objection = self.objection(drafter)
+        if objection is not None:
+            raise ValueError(objection)
 
     def first(self, scores: Scores, uniforms: Uniforms) -> torch.Tensor:
         """The first emitted token [B] int32, from the target's scores at the end of the prompt, one place."""
@@ -141,10 +147,9 @@ class Naive(AcceptanceRule):
     drawn: bool = False
     name: ClassVar[str] = "naive"
 
-    def check(self, drafter: Drafter) -> None:
-        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
-        if self.drawn:
-            self.check_can_draw(drafter)
+    def objection(self, drafter: Drafter) -> str | None:
+        """As `AcceptanceRule.objection`."""
+        return self.objection_to_drawing(drafter) if self.drawn else None
 
     def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
         """The best candidates, or drawn ones."""
@@ -153,9 +158,8 @@ class Naive(AcceptanceRule):
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the token drawn at its parent."""
         uniform = uniforms.draw(Stream.VERIFY, tree.tokens.shape[1])
-        return accept_naive(
-            tree.tokens, tree.parent, scores.logits, uniform, max_depth=tree.max_depth, **limits.arguments()
-        )  # fmt: skip
+        settings = {"max_depth": tree.max_depth, **limits.arguments()}
+        return accept_naive(tree.tokens, tree.parent, scores.logits, uniform, **settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,16 +205,17 @@ class Traversal(AcceptanceRule):
     name: ClassVar[str] = "traversal"
     draws_drafts: ClassVar[bool] = True
 
-    def check(self, drafter: Drafter) -> None:
-        """Raise ValueError if the rule cannot judge what `drafter` proposes."""
-        AcceptanceRule.check(self, drafter)
+    def objection(self, drafter: Drafter) -> str | None:
+        """As `AcceptanceRule.objection`."""
         is_chain = drafter.shape.num_nodes == drafter.shape.max_depth + 1
-        if drafter.shares_candidates and not is_chain:
+        objection = AcceptanceRule.objection(self, drafter)
+        if objection is None and drafter.shares_candidates and not is_chain:
             # a list that was refused below one parent is no longer a fresh draw below the next
-            raise ValueError(
+            return (
                 f"acceptance: traversal needs a chain, or candidates drawn for every parent anew, but {drafter.kind} "
                 "offers one list to several parents; use acceptance='rejection'"
             )
+        return objection
 
     def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
         """Draw from the drafter's law, without replacement."""
@@ -273,9 +278,7 @@ class Typical(AcceptanceRule):
         )
 
 
-RULES: dict[str, type[AcceptanceRule]] = {
-    rule.name: rule for rule in (Greedy, Naive, Rejection, Traversal, Typical)
-}  # fmt: skip
+RULES: dict[str, type[AcceptanceRule]] = {one.name: one for one in (Greedy, Naive, Rejection, Traversal, Typical)}
 
 
 def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample: bool) -> AcceptanceRule:
@@ -292,7 +295,8 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
     """
     if isinstance(acceptance, str):
         if acceptance == "auto":
-            acceptance = _first_that_fits(drafter) if do_sample else "greedy"
+            rules = (Traversal(), Rejection(), Naive()) if do_sample else (Greedy(),)
+            acceptance = next(rule.name for rule in rules if rule.objection(drafter) is None)
         if acceptance not in RULES:
             raise ValueError(f"acceptance: expected auto, {', '.join(RULES)} or a rule, got {acceptance!r}")
         rule = RULES[acceptance]()
@@ -308,16 +312,6 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
     return rule
 
 
-def _first_that_fits(drafter: Drafter) -> str:
-    for rule in (Traversal(), Rejection()):
-        try:
-            rule.check(drafter)
-        except ValueError:
-            continue
-        return rule.name
-    return Naive.name
-
-
 def _laws(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
     if tree.laws is None or tree.law_row is None:
         raise ValueError("acceptance: expected a tree with the laws that its tokens were drawn from, got one without")
@@ -331,72 +325,3 @@ def _takes_first_ranks(shape: TreeShape | DynamicTree) -> bool:
         for node, rank in enumerate(shape.rank)
         if rank > 0
     )
-
-
-@dataclass(slots=True)
-class AcceptanceStats:
-    """What a generation's steps accepted. Prefill's first token is not a step's and is not counted.
-
-    Attributes:
-        num_emitted: per row, tokens emitted by each of its steps (accepted draft tokens and the next root).
-        reach: per row, depth of the deepest proposed node at each of its steps.
-        lossless: whether the acceptance rule is.
-        times_ms: wall time per phase: prefill, draft, score, verify, commit. On a GPU these are times of the device.
-        num_target_passes: scoring passes over the batch; prefill is not counted.
-        captured: whether the steps were replayed from one that was captured as a CUDA graph. Then times_ms has one
-            entry for all of them, `steps`, instead of those from draft to commit. False on a CPU.
-        spans_ms: name, begin and end of every phase in milliseconds since prefill began, in order of their beginning.
-    """
-
-    num_emitted: list[list[int]]
-    reach: list[list[int]]
-    lossless: bool
-    times_ms: dict[str, float]
-    num_target_passes: int
-    captured: bool = False
-    spans_ms: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
-
-    @classmethod
-    def merged(cls, stats: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
-        """The statistics of several generations as if their rows were one batch; without spans."""
-        times: dict[str, float] = {}
-        for one in stats:
-            for phase, value in one.times_ms.items():
-                times[phase] = times.get(phase, 0.0) + value
-        return cls(
-            num_emitted=[row for one in stats for row in one.num_emitted],
-            reach=[row for one in stats for row in one.reach],
-            lossless=all(one.lossless for one in stats),
-            times_ms=times,
-            num_target_passes=sum(one.num_target_passes for one in stats),
-            captured=any(one.captured for one in stats),
-        )
-
-    @property
-    def tau(self) -> float:
-        """Acceptance length: mean tokens emitted per step and row, next root included; NaN without a step."""
-        counts = [count for row in self.num_emitted for count in row]
-        return sum(counts) / len(counts) if counts else float("nan")
-
-    @property
-    def acceptance_at_depth(self) -> list[float]:
-        """Entry d - 1: how often a node at depth d was accepted, given that one at depth d - 1 was.
-
-        A row's last step ends because the row does, so it counts as evidence up to the depth it accepted only.
-        """
-        tries: dict[int, int] = {}
-        successes: dict[int, int] = {}
-        for emitted_row, reach_row in zip(self.num_emitted, self.reach, strict=True):
-            for step, (emitted, reach) in enumerate(zip(emitted_row, reach_row, strict=True)):
-                accepted = emitted - 1
-                tried = accepted if step == len(emitted_row) - 1 else min(accepted + 1, reach)
-                for depth in range(1, tried + 1):
-                    tries[depth] = tries.get(depth, 0) + 1
-                    successes[depth] = successes.get(depth, 0) + (depth <= accepted)
-        return [successes[depth] / tries[depth] for depth in range(1, max(tries, default=0) + 1)]
-
-    @property
-    def histogram(self) -> dict[int, int]:
-        """How many steps emitted how many tokens."""
-        counts = [count for row in self.num_emitted for count in row]
-        return {count: counts.count(count) for count in sorted(set(counts))}

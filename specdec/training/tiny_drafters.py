@@ -19,7 +19,7 @@ from specdec.models.target.target import Target
 from specdec.training.corpus import TokenWindows
 from specdec.training.data import Sample, Texts
 from specdec.training.distill import continue_prompts
-from specdec.training.recipe import Run
+from specdec.training.objectives.recipe import Run
 from specdec.training.train import TauProbe, train_drafter
 from specdec.trees.shape import TreeShape
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.common.files import replace_folder
 from specdec.training.corpus import Corpus, TokenWindows, train_tokenizer
-from specdec.training.recipe import Recipe, Run
+from specdec.training.objectives.recipe import Recipe, Run
 from specdec.training.trainer import forget_checkpoints, run_training
 
 __all__ = ["TinyTargetRecipe", "train_tiny_target"]

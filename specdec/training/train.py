@@ -28,7 +28,7 @@ from specdec.training.data import Sample, Samples, Texts, collate
 from specdec.training.kinds import objective_class, training_settings
 from specdec.training.objectives.base import Objective, TrainingBatch
 from specdec.training.objectives.eagle import most_frequent_tokens
-from specdec.training.recipe import Run
+from specdec.training.objectives.recipe import Run
 from specdec.training.trainer import RecipeTrainer, forget_checkpoints, last_checkpoint, run_training
 from specdec.trees.dynamic import AnyTreeLike, as_tree
 

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from specdec.training.recipe import Recipe, Run, learning_rate_factor
+from specdec.training.objectives.recipe import Recipe, Run, learning_rate_factor
 
 __all__ = ["NonFiniteLossError", "RecipeTrainer", "forget_checkpoints", "last_checkpoint", "run_training"]
 

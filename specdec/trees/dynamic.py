@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from specdec.trees.plan import TreePlan
 from specdec.trees.shape import MAX_NODES, TreeLike, TreeShape, as_tree_shape
 from specdec.trees.text import FORMAT_VERSION, check_keys, parse_json
-from specdec.tuning.budget import TreePlan
 
 __all__ = ["AnyTreeLike", "DynamicTree", "as_tree", "load_tree"]
 

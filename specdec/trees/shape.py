@@ -347,7 +347,7 @@ class TreeShape:
             max_lines: lines after which the picture is cut.
             max_width: characters after which a line is cut.
         """
-        lines = ["root", *draw_below(self, 0, "")]
+        lines = ["root", *draw_below(self.children, self.rank, 0, "")]
         if len(lines) > max_lines:
             lines[max_lines - 1 :] = [f"... {len(lines) - max_lines + 1} more lines"]
         return "\n".join(line if len(line) <= max_width else line[: max_width - 3] + "..." for line in lines)

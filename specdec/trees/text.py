@@ -3,10 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from specdec.trees.shape import TreeShape
+from typing import Any
 
 __all__ = ["FORMAT_VERSION", "MAX_NODES", "MAX_RANK", "check_keys", "draw_below", "parse_json", "read_children"]
 
@@ -84,30 +81,30 @@ def _child_ranks(value: Any, field: str) -> Sequence[int]:
     raise ValueError(f"{field}: expected {wanted}, got {value!r:.80}")
 
 
-def draw_below(shape: "TreeShape", node: int, indent: str) -> Iterator[str]:
-    """Lines of the picture of everything under a node."""
-    branches = [child for child in shape.children[node] if shape.children[child]]
-    leaves = [child for child in shape.children[node] if not shape.children[child]]
+def draw_below(children: Sequence[range], rank: Sequence[int], node: int, indent: str) -> Iterator[str]:
+    """Lines of the picture of everything under a node, given the children and the rank of every node."""
+    branches = [child for child in children[node] if children[child]]
+    leaves = [child for child in children[node] if not children[child]]
     for child in branches:
-        label, end = str(shape.rank[child]), child
-        while len(shape.children[end]) == 1:  # a chain takes one line
-            end = shape.children[end].start
-            label += f" ─ {shape.rank[end]}"
-        ends_in_leaves = all(not shape.children[below] for below in shape.children[end])
-        if ends_in_leaves and shape.children[end]:
-            label += f" ─ {_spans(shape, shape.children[end])}"
+        label, end = str(rank[child]), child
+        while len(children[end]) == 1:  # a chain takes one line
+            end = children[end].start
+            label += f" ─ {rank[end]}"
+        ends_in_leaves = all(not children[below] for below in children[end])
+        if ends_in_leaves and children[end]:
+            label += f" ─ {_spans([rank[leaf] for leaf in children[end]])}"
         is_last = child == branches[-1] and not leaves
         yield f"{indent}{'└─' if is_last else '├─'} {label}"
         if not ends_in_leaves:
-            yield from draw_below(shape, end, indent + ("   " if is_last else "│  "))
+            yield from draw_below(children, rank, end, indent + ("   " if is_last else "│  "))
     if leaves:
-        yield f"{indent}└─ {_spans(shape, leaves)}"
+        yield f"{indent}└─ {_spans([rank[leaf] for leaf in leaves])}"
 
 
-def _spans(shape: "TreeShape", siblings: Sequence[int]) -> str:
+def _spans(ranks: Sequence[int]) -> str:
     """Ranks of some siblings as text, `0, 3..9`."""
     spans: list[list[int]] = []
-    for rank in (shape.rank[node] for node in siblings):
+    for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:

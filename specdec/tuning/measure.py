@@ -22,13 +22,15 @@ from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import TopK
 from specdec.drafting.network import NetworkDrafter
-from specdec.loop.captured import CannotCaptureError, CudaGraphs, Engine
-from specdec.loop.decoder import Decoder, StepReport, without_autograd
+from specdec.loop.decoder import Decoder, without_autograd
+from specdec.loop.graphs import CannotCaptureError, CudaGraphs, Engine
 from specdec.loop.memory import tensors_of
 from specdec.loop.rules import Naive
+from specdec.loop.step import StepReport
 from specdec.models.target.target import Target
+from specdec.trees.plan import TreePlan
 from specdec.trees.shape import TreeShape
-from specdec.tuning.budget import StepCosts, TreePlan, plan_tree, subtree
+from specdec.tuning.budget import StepCosts, plan_tree, subtree
 
 __all__ = ["MAX_ROWS", "Measure", "measure_ms", "measure_reach", "probe_prompts", "replayed", "tune", "with_tree"]
 

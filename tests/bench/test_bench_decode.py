@@ -19,7 +19,7 @@ from specdec.bench.decoding.timeline import middle_steps, timeline_svg
 from specdec.bench.decoding.traffic import count_reads, step_bytes
 from specdec.bench.summary import summarize
 from specdec.loop.decoder import Decoder
-from specdec.loop.rules import AcceptanceStats
+from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape

@@ -57,11 +57,10 @@ def law(tiny):
 def test_the_first_three_tokens_have_the_models_law(tiny, law, name, rule):
     model, prompt = tiny
     source = tiny_drafter(name) if name in bundled_drafters() else name
-    output = specdec.generate(
-        model, source, prompt.expand(NUM_ROWS, -1), attention_mask=torch.ones(NUM_ROWS, len(prompt), dtype=torch.int64),
-        acceptance=rule, do_sample=True, seed=5, max_new_tokens=NUM_TOKENS, eos_token_id=[],
-        return_dict_in_generate=True, **SETTINGS,
-    )  # fmt: skip
+    ids = prompt.expand(NUM_ROWS, -1)
+    settings = {"max_new_tokens": NUM_TOKENS, "eos_token_id": [], "return_dict_in_generate": True, **SETTINGS}
+    settings |= {"attention_mask": torch.ones_like(ids), "acceptance": rule, "do_sample": True, "seed": 5}
+    output = specdec.generate(model, source, ids, **settings)
     assert output.lossless
     found = [tuple(row) for row in output.sequences[:, len(prompt) :].tolist()]
     assert set(found) <= law.keys(), "a text of probability 0 was emitted"

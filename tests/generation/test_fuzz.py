@@ -16,9 +16,9 @@ from lib.fuzz_flaws import FAILING_CODE, FLAWS
 from lib.law_drafters import build_target
 from specdec.common.randomness import Uniforms
 from specdec.generation.host_steps import HostSteps
-from specdec.loop.decoder import DecodeState
 from specdec.loop.processing import Processing
 from specdec.loop.rules import Greedy, Naive
+from specdec.loop.state import DecodeState
 from specdec.models.target.target import Target
 
 NUM_CALLS = 160

@@ -32,7 +32,7 @@ CASES = {
     "repetition_penalty": {"repetition_penalty": 1.4},
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
     "both": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
-    "bad_words": {"bad_words_ids": [[5], [7, 8], [30, 31]]},
+    "bad_words": {"bad_words_ids": [*([token] for token in range(5, 30)), [7, 8], [30, 31]]},
     "bias": {"sequence_bias": {(11,): 3.0, (12, 13): -8.0}},
     "min_new_tokens": {"min_new_tokens": 60, "eos_token_id": list(range(10, 30))},
     "min_length": {"min_length": 50, "eos_token_id": list(range(10, 30))},

@@ -18,11 +18,13 @@ from lib.recorder import Recorder, references_as_kernels, storages
 from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.drafters.load import load_drafter
 from specdec.drafters.prompt_lookup import PromptLookup
-from specdec.loop.captured import LAG, MAX_RECORDINGS, CannotCaptureError, batch_bucket, length_bucket
-from specdec.loop.decoder import Decoder, NonFiniteLogitsError
+from specdec.loop.captured import LAG, MAX_RECORDINGS, batch_bucket, length_bucket
+from specdec.loop.decoder import Decoder
+from specdec.loop.graphs import CannotCaptureError
 from specdec.loop.memory import num_bytes, tensors_of
 from specdec.loop.processing import Processing
 from specdec.loop.rules import RULES, choose_rule
+from specdec.loop.step import NonFiniteLogitsError
 from specdec.models.target.target import Target
 
 pytestmark = pytest.mark.interpreter
@@ -105,7 +107,7 @@ def test_bundled_drafters_replay(drafter, monkeypatch):
 def test_surplus_replays_change_nothing_that_is_reported(kind, generator, monkeypatch):
     _, decoder = two_decoders(kind, rule_of(kind, True), monkeypatch)
     result = decoder.decode(some_prompts(generator, [6, 2, 4, 3, 5]), 15, stop_tokens=[2], seed=1)
-    ((state, _),) = decoder.captured.memories()
+    state = decoder.captured.memories()[0].state
     lengths = state.cache.lengths.tolist()
     committed = [state.cache.data[:, :, row, :length].clone() for row, length in enumerate(lengths)]
     ends = state.cache.data.clone()
@@ -126,7 +128,7 @@ def test_a_row_that_is_as_long_as_the_memory_stays_inside(generator, monkeypatch
     eager, decoder = two_decoders("draft_tree", None, monkeypatch)
     prompts = some_prompts(generator, [40, 3])
     same(decoder.decode(prompts, 24), eager.decode(prompts, 24))  # to the last position of the context
-    ((state, _),) = decoder.captured.memories()
+    state = decoder.captured.memories()[0].state
     assert state.room.max_length == 64
     assert int(state.cache.lengths.max()) + decoder.drafter.shape.num_nodes <= state.cache.capacity
 
@@ -167,14 +169,14 @@ def test_recordings_are_shared_by_what_fits_and_released_on_demand(generator, mo
     assert engine.num_recorded == 2  # another number of stop tokens, not other ones
     decoder.decode(prompts[:1], 10)
     assert engine.num_recorded == 3
-    assert sorted(room.batch_size for room, _ in decoder.captured.rooms()) == [1, 2]
+    assert sorted(memory.state.room.batch_size for memory in decoder.captured.memories()) == [1, 2]
     assert "captured: 2 for 2 x 64 tokens" in str(decoder.describe())
     for temperature in range(1, 20):
         processing = warped(prompts, decoder, temperature=temperature / 10)
-        decoder.captured.capture(2, 16, processing.signature, 0, decoder._lay_out, lambda *_: (lambda: None, None))
-    assert {room.batch_size: count for room, count in decoder.captured.rooms()}[2] == MAX_RECORDINGS
+        assert decoder.warmup(batch_size=2, max_length=16, processing=processing)
+    assert f"captured: {MAX_RECORDINGS} for 2 x 64 tokens" in str(decoder.describe())
     decoder.release()
-    assert decoder.captured.rooms() == []
+    assert decoder.captured.memories() == []
     assert len(decoder.decode(prompts, 10).tokens[0]) == 10
 
 
@@ -185,9 +187,9 @@ def test_longer_texts_get_a_larger_memory_in_place_of_the_smaller(generator):
     decoder.warmup(max_length=90)
     decoder.captured._max_positions = 256
     decoder.warmup(max_length=80)
-    assert [room.max_length for room, _ in decoder.captured.rooms()] == [100]
+    assert [memory.state.room.max_length for memory in decoder.captured.memories()] == [100]
     decoder.warmup(max_length=101)
-    assert [room.max_length for room, _ in decoder.captured.rooms()] == [256]
+    assert [memory.state.room.max_length for memory in decoder.captured.memories()] == [256]
 
 
 def test_code_on_the_host_gets_the_eager_loop(generator, monkeypatch):
@@ -265,7 +267,7 @@ def test_a_lack_of_memory_says_how_much_is_needed_and_leaves_the_model_as_it_was
         decoder.decode(some_prompts(generator, [5]), 9)
     after = (model.config._attn_implementation, [len(module._forward_hooks) for module in model.modules()])
     assert before == after
-    assert decoder.captured.rooms() == []
+    assert decoder.captured.memories() == []
 
 
 def test_another_error_of_the_device_is_no_lack_of_memory(generator):
@@ -304,7 +306,7 @@ def test_nan_logits_in_a_replayed_step_are_an_error_that_names_the_step(are_writ
     monkeypatch.setattr(engine, "reader", poisoned_from_step_4)
     with pytest.raises(NonFiniteLogitsError, match="got NaN at step 4"):
         decoder.decode(prompts, 12)
-    assert decoder.captured.rooms() == [], "the memory holds NaN"
+    assert decoder.captured.memories() == [], "the memory holds NaN"
     factor.copy_(before)
     monkeypatch.setattr(engine, "reader", reader)
     assert decoder.decode(prompts, 12).tokens == expected
@@ -348,7 +350,7 @@ def test_a_decoder_that_nobody_holds_gives_its_memory_back_at_once(monkeypatch):
     decoder = Decoder(build_model("llama"), capture=GuardedEngine(), backend="reference")
     decoder.captured.engine.record = lambda step: None
     decoder.warmup(max_length=20)
-    ((state, _),) = decoder.captured.memories()
+    state = decoder.captured.memories()[0].state
     kept = weakref.ref(state.cache.data)
     del state
     gc.disable()
@@ -376,9 +378,9 @@ def test_the_plan_is_what_is_allocated(kind, monkeypatch):
     _, decoder = two_decoders(kind, None, monkeypatch)
     plan = decoder.describe(batch_size=3, max_length=30).plan
     with Allocations() as allocations:
-        memory = decoder._lay_out(plan.room)
+        memory = decoder._lay_out(plan.room, decoder.target.device)
     assert plan.static_bytes == allocations.live_bytes()
-    state, _ = memory
+    state = memory.state
     assert plan.cache_bytes == num_bytes(tensors_of(state.cache))
     assert plan.state_bytes == num_bytes(tensors_of(state)) - plan.cache_bytes
     parameters = {id(p): p for p in decoder.target.model.parameters()}

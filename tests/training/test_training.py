@@ -17,7 +17,7 @@ from specdec.training import trainer
 from specdec.training.data import Sample, Texts, collate
 from specdec.training.objectives.draft_model import DraftModelObjective
 from specdec.training.objectives.medusa import MedusaObjective
-from specdec.training.recipe import Recipe, Run, learning_rate_factor
+from specdec.training.objectives.recipe import Recipe, Run, learning_rate_factor
 from specdec.training.train import TauProbe, train_drafter
 from specdec.training.trainer import NonFiniteLossError, last_checkpoint
 

@@ -15,20 +15,13 @@ from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.commands.cli import main
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookup
-from specdec.loop.captured import CannotCaptureError
 from specdec.loop.decoder import Decoder
+from specdec.loop.graphs import CannotCaptureError
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree, load_tree
+from specdec.trees.plan import TreePlan, read_plan
 from specdec.trees.shape import TreeShape
-from specdec.tuning.budget import (
-    StepCosts,
-    TreePlan,
-    plan_tree,
-    ranked_nodes,
-    reach_from_depths,
-    read_plan,
-    subtree,
-)
+from specdec.tuning.budget import StepCosts, plan_tree, ranked_nodes, reach_from_depths, subtree
 from specdec.tuning.measure import measure_ms, measure_reach, probe_prompts, replayed, tune, with_tree
 
 TREE = TreeShape.from_k_config((2, 2))  # 0; 1 2; 3 4 below 1, 5 6 below 2
@@ -286,10 +279,12 @@ def test_a_plan_is_a_tree_wherever_one_is_asked_for(tiny, tmp_path):
 
 def test_auto_measures_and_cuts(tiny, monkeypatch):
     target, _ = tiny
-    monkeypatch.setattr("specdec.tuning.measure.tune", lambda target, drafter: plan_tree(
-        drafter.shape, reach_from_depths(drafter.shape, [0.5]), StepCosts({1: 1.0, 16: 1.5}, [0, 0.1, 0.2, 0.3]),
-        batch_size=1,
-    ))  # fmt: skip
+    costs = StepCosts({1: 1.0, 16: 1.5}, [0, 0.1, 0.2, 0.3])
+
+    def plan(target, drafter):
+        return plan_tree(drafter.shape, reach_from_depths(drafter.shape, [0.5]), costs, batch_size=1)
+
+    monkeypatch.setattr("specdec.tuning.auto.tune", plan)
     whole = specdec.load_drafter(tiny_drafter("medusa"), target)
     cut = specdec.load_drafter(tiny_drafter("medusa"), target, tree="auto")
     assert 1 < cut.shape.num_nodes < whole.shape.num_nodes

@@ -15,7 +15,7 @@ from specdec.models.networks.amphista import AmphistaConfig, AmphistaNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
-from specdec.training.recipe import Recipe, check_weights
+from specdec.training.objectives.recipe import Recipe, check_weights
 
 __all__ = ["AmphistaObjective"]
 

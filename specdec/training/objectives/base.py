@@ -16,7 +16,7 @@ from torch import nn
 from specdec.drafting.network import NetworkDrafter
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.target.target import Target
-from specdec.training.recipe import Recipe
+from specdec.training.objectives.recipe import Recipe
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 

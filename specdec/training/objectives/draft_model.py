@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from specdec.drafters.draft_model import DraftModel
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
-from specdec.training.recipe import Recipe, check_weights
+from specdec.training.objectives.recipe import Recipe, check_weights
 from specdec.trees.shape import TreeShape
 
 __all__ = ["DraftModelObjective"]

@@ -21,7 +21,7 @@ from specdec.models.networks.eagle import EagleConfig, EagleNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
-from specdec.training.recipe import Recipe, check_decay
+from specdec.training.objectives.recipe import Recipe, check_decay
 
 __all__ = ["EAGLE_RECIPES", "EagleObjective", "most_frequent_tokens"]
 

@@ -17,7 +17,7 @@ from specdec.models.networks.hydra import HydraConfig, HydraNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
-from specdec.training.recipe import Recipe
+from specdec.training.objectives.recipe import Recipe
 
 __all__ = ["HydraObjective", "HydraPlusPlusObjective"]
 

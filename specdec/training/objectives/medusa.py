@@ -13,7 +13,7 @@ from specdec.drafting.network import NetworkDrafter
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
-from specdec.training.recipe import Recipe, check_decay
+from specdec.training.objectives.recipe import Recipe, check_decay
 
 __all__ = ["MedusaObjective"]
 

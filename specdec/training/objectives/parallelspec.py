@@ -23,7 +23,7 @@ from specdec.models.networks.layer import MaskedAttention
 from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
-from specdec.training.recipe import Recipe, check_decay
+from specdec.training.objectives.recipe import Recipe, check_decay
 
 __all__ = ["ParallelSpecObjective"]
 

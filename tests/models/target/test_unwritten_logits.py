@@ -12,8 +12,9 @@ from lib.recorder import references_as_kernels
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.lookahead import Lookahead
 from specdec.drafters.prompt_lookup import PromptLookup
-from specdec.loop.decoder import Decoder, NonFiniteLogitsError
+from specdec.loop.decoder import Decoder
 from specdec.loop.processing import Processing
+from specdec.loop.step import NonFiniteLogitsError
 from specdec.models.common import lm_heads
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.target.scores import Scores

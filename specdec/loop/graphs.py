@@ -1,0 +1,170 @@
+"""What records a step and replays it: CUDA graphs.
+
+Tests put an `Engine` in their place that records the operators of a step on a CPU, and replays them on the same memory.
+"""
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CannotCaptureError", "CudaGraphs", "Engine", "Reader", "Recording"]
+
+
+class CannotCaptureError(RuntimeError):
+    """The step does something that cannot be replayed, such as waiting for the device."""
+
+
+class Recording(Protocol):
+    """A recorded step."""
+
+    def replay(self) -> None:
+        """Do the same operations on the same memory once more, without waiting for them."""
+        ...
+
+
+class Reader(Protocol):
+    """Copies of a small tensor on their way to the host, first in, first out."""
+
+    def push(self, value: torch.Tensor) -> None:
+        """Send what `value` holds once all earlier work is done."""
+        ...
+
+    def pop(self) -> list[int]:
+        """Wait for the oldest copy."""
+        ...
+
+
+class Engine(Protocol):
+    """What records steps."""
+
+    def record(self, step: Callable[[], object]) -> Recording:
+        """Record a step. It may be run a few times before, on whatever its memory holds.
+
+        Raises:
+            CannotCaptureError: the step cannot be replayed.
+        """
+        ...
+
+    def reader(self, depth: int) -> Reader:
+        """A reader of at most `depth` copies at a time."""
+        ...
+
+
+class CudaGraphs:
+    """Steps as CUDA graphs, all of one device in one memory pool: no two of them ever run at the same time.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._places: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def record(self, step: Callable[[], object]) -> Recording:
+        """As `Engine`. Two eager steps on the stream of the capture come first.
+
+        The first compiles kernels and makes the libraries' handles and workspaces; the second must not synchronise:
+        an error there leaves nothing behind, unlike one in the middle of a capture.
+        """
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            if not self._graphs:  # the allocator gives up a pool with the last graph in it
+                self._pool = torch.cuda.graph_pool_handle()
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    step()
+                    with _forbidden_synchronisation():
+                        step()
+            finally:  # after an error too, nobody may reuse memory that these steps still write
+                current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # other threads of the process may go on using the device
+                with (
+                    _no_garbage_collection(),
+                    torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                ):
+                    step()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if "captur" in str(error):
+                    raise CannotCaptureError(_first_line(error)) from error
+                raise
+            finally:
+                torch.cuda.set_stream(current)  # a capture that fails to end leaves its own stream behind
+        self._graphs.add(graph)
+        return graph
+
+    def reader(self, depth: int) -> Reader:
+        """As `Engine`."""
+        while len(self._places) < depth:
+            self._places.append((torch.empty(2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
+        return _PinnedReader(self._device, self._places[:depth])
+
+
+class _PinnedReader:
+    """Copies through pinned memory, each with an event behind it."""
+
+    def __init__(self, device: torch.device, places: list[tuple[torch.Tensor, torch.cuda.Event]]) -> None:
+        self._device = device
+        self._free = deque(places)  # what an earlier reader still had under way arrives before anything sent now
+        self._sent: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def push(self, value: torch.Tensor) -> None:
+        """As `Reader`."""
+        place, event = self._free.popleft()
+        place.copy_(value, non_blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._sent.append((place, event))
+
+    def pop(self) -> list[int]:
+        """As `Reader`."""
+        place, event = self._sent.popleft()
+        event.synchronize()
+        self._free.append((place, event))
+        return place.tolist()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and not meanwhile: a graph that is freed during a capture makes it fail."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _forbidden_synchronisation() -> Iterator[None]:
+    """Turn whatever waits for the device into a `CannotCaptureError`."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchroniz" in str(error):
+            raise CannotCaptureError(_first_line(error)) from error
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

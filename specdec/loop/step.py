@@ -1,0 +1,172 @@
+"""A generation and its step: draft -> score -> verify -> commit. Read this file first.
+
+Five nouns (`DraftTree`, `TargetOutput`, `Verdict`, `DecodeState`, `AcceptanceStats`) and four verbs. Nothing here knows
+which kind of drafter it drives: a chain is a tree, and plain decoding is the tree of one node.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from specdec.drafting.base import Drafter, Prompt
+from specdec.drafting.draft_tree import DraftTree
+from specdec.loop.processing import Processing
+from specdec.loop.rules import AcceptanceRule, Limits
+from specdec.loop.state import DecodeState
+from specdec.loop.timing import PhaseTimer
+from specdec.models.target.scores import Scores
+from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+
+__all__ = ["Generation", "NonFiniteLogitsError", "OnStep", "StepOutput", "StepReport"]
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The target's logits are NaN, so that no token can be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did, for code on the host.
+
+    Attributes:
+        new: per row the tokens that it emitted; empty for a row that had finished.
+        path: [B, P] int32 accepted nodes from the root; new token i was decided by the logits at node `path[i]`.
+        scores: the target's at every node, as they came; `scores.logits` are [B, N, V].
+        processed: the same as the acceptance rule saw them.
+    """
+
+    new: list[list[int]]
+    path: torch.Tensor
+    scores: Scores
+    processed: Scores
+
+
+OnStep = Callable[[StepReport], Mapping[int, int] | None]
+"""Called after prefill and after every step. To end rows it returns, by row, how many of the new tokens to keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """A `StepReport` that is still on the device.
+
+    Attributes:
+        emitted: [B, P] int32 new tokens, -1 padded.
+        counts: [B] int32 how many of them are real.
+        path: [B, P] int32 accepted nodes from the root, -1 padded.
+        scores: as in `StepReport`.
+        processed: as in `StepReport`.
+    """
+
+    emitted: torch.Tensor
+    counts: torch.Tensor
+    path: torch.Tensor
+    scores: Scores
+    processed: Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the steps of one generation work with: who decides, on which memory, by which settings.
+
+    Attributes:
+        target: the target, hooked while anything here runs.
+        drafter: bound to it, with memory allocated.
+        rule: the acceptance rule.
+        state: everything that changes from step to step, beside what the drafter keeps.
+        stop_tokens: [E] int32, or None.
+        processing: what happens to the target's logits before tokens are chosen.
+        timer: of the phases of a step.
+        needs_logits: whether anyone reads logits; otherwise the best token of every node is enough.
+    """
+
+    target: Target
+    drafter: Drafter
+    rule: AcceptanceRule
+    state: DecodeState
+    stop_tokens: torch.Tensor | None
+    processing: Processing
+    timer: PhaseTimer
+    needs_logits: bool
+
+    def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor) -> StepOutput:
+        """Run the prompt, start the drafter and emit the first token; arguments as of `DecodeState.begin`."""
+        state = self.state
+        state.begin(prompt, max_new_tokens, seeds)
+        output = self.target.prefill(prompt.tokens, prompt.lengths, state.cache)
+        self.drafter.start(prompt, output)
+        scores = self._scores(output)
+        processed = self._process(scores, None)
+        root = self.target.broadcast_from_first(self.rule.first(processed, state.uniforms))
+        state.note_nan(scores.has_nan, is_prefill=True)
+        counts = (state.budget > 0).int()
+        state.emit(root, root[:, None], counts, self.stop_tokens)
+        return StepOutput(root[:, None], counts, torch.zeros_like(root)[:, None], scores, processed)
+
+    def step(self) -> StepOutput:
+        """One step. Emits `num_accepted + 1` tokens per running row.
+
+        It never asks the device for anything, and its shapes do not depend on data: the loop may run it as it is, or
+        capture it once and replay it.
+        """
+        state = self.state
+        state.uniforms.next_step()
+        with self.timer.phase("draft"):
+            choose = self.rule.chooser(self.processing.law, state.uniforms)
+            tree = self.target.broadcast_from_first(self.drafter.draft(state.root, state.cache.lengths, choose))
+        with self.timer.phase("score"):
+            output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
+            scores = self._scores(output)
+            has_nan = scores.has_nan
+        with self.timer.phase("verify"):
+            processed = self._process(scores, tree)
+            limits = Limits(state.budget, self.stop_tokens, self.target.backend)
+            verdict = self.target.broadcast_from_first(self.rule.verify(tree, processed, limits, state.uniforms))
+            state.note_nan(has_nan)
+        with self.timer.phase("commit"):
+            state.cache.commit(verdict.path, verdict.num_accepted)
+            self.drafter.commit(verdict, output)
+            state.emit_step(verdict, tree.reach, self.stop_tokens)
+        return StepOutput(verdict.emitted, verdict.num_emitted, verdict.path, scores, processed)
+
+    def run(self, output: StepOutput, on_step: OnStep | None) -> None:
+        """Step until all rows have finished; `output` is that of `begin`."""
+        if on_step is not None:
+            self._tell(output, on_step)
+        while self.is_running():
+            output = self.step()
+            if on_step is not None:
+                self._tell(output, on_step)
+
+    def is_running(self) -> bool:
+        """Whether any row may still emit; one small copy to the host.
+
+        Raises:
+            NonFiniteLogitsError: there was NaN among the logits of a running row.
+        """
+        is_running, first_nan_step = self.state.progress.tolist()
+        if first_nan_step >= 0:
+            where = "while the prompt was run (step 0)" if first_nan_step == 0 else f"at step {first_nan_step}"
+            raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")
+        return bool(is_running)
+
+    def _tell(self, output: StepOutput, on_step: OnStep) -> None:
+        """Report to the host and cut the rows that it ends."""
+        self.is_running()
+        counts = output.counts.tolist()
+        new = [row[:count] for row, count in zip(output.emitted.tolist(), counts, strict=True)]
+        with torch.inference_mode(False), torch.no_grad():  # the caller's code is none of ours
+            kept = on_step(StepReport(new, output.path, output.scores, output.processed)) or {}
+        for row, count in kept.items():
+            self.state.cut(row, counts[row] - count)
+
+    def _scores(self, output: TargetOutput | PrefillOutput) -> Scores:
+        """The target's, with their logits written now if anyone will read them: then nothing is found without them."""
+        return Scores.of(output.scores.logits) if self.needs_logits else output.scores
+
+    def _process(self, scores: Scores, tree: DraftTree | None) -> Scores:
+        """What the acceptance rule sees."""
+        if self.processing.is_idle:
+            return scores
+        history = self.state.history() if self.processing.needs_history else None
+        return Scores.of(self.processing(scores.logits, tree, history, self.state.budget))
