@@ -10,6 +10,7 @@ Choices beyond the papers: docs/drafters/eagle.md.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,26 +27,11 @@ from specdec.training.objectives.recipe import Recipe, check_decay
 __all__ = ["EAGLE_RECIPES", "EagleObjective", "most_frequent_tokens"]
 
 # rates, betas and clipping as in the papers and the authors' scripts; warm-up 2000 and 12000 of 800000 steps
-_FIRST = Recipe(
-    learning_rate=3e-5,
-    betas=(0.9, 0.95),
-    weight_decay=0.01,
-    schedule="linear",
-    warmup_ratio=0.0025,
-    epochs=20,
-    batch_size=16,
-    clip_value=0.5,
-)
-_THIRD = Recipe(
-    learning_rate=5e-5,
-    betas=(0.9, 0.95),
-    schedule="linear",
-    warmup_ratio=0.015,
-    epochs=40,
-    batch_size=16,
-    clip_norm=0.5,
-)
-EAGLE_RECIPES = {1: _FIRST, 3: _THIRD}
+_EAGLE = Recipe(3e-5, betas=(0.9, 0.95), schedule="linear", warmup_ratio=0.0025, epochs=20, batch_size=16)
+EAGLE_RECIPES = {
+    1: replace(_EAGLE, weight_decay=0.01, clip_value=0.5),
+    3: replace(_EAGLE, learning_rate=5e-5, warmup_ratio=0.015, epochs=40, clip_norm=0.5),
+}
 """How each version is trained."""
 _UNREAD = {1: ("num_unrolled", "decay"), 3: ("noise", "classification_weight")}
 
