@@ -3,7 +3,7 @@
 Paper: EAGLE (arXiv:2401.15077) section 4.2: SmoothL1 of the states plus 0.1 times the cross-entropy between the laws
 that the target's LM head makes of them, under uniform noise on the input. EAGLE-3 (arXiv:2503.01840) section 3: the
 network is unrolled on its own states as when drafting, step i weighs 0.8^i, and nothing is regressed.
-Places: the network at pair (h_t, x_{t+1}) speaks about token t + 2, in step i of an unrolled text about token
+Places: the network at pair (h_t, x_{t+1}) guesses token t + 2, in step i of an unrolled text token
 t + 2 + i; the loss counts where that token may be learnt. Step i of EAGLE-3 sees of each place what a chain of i draft
 tokens sees: the true pairs up to t, and all its own steps at t.
 Choices beyond the papers: docs/drafters/eagle.md.
