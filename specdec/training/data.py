@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 MIN_TOKENS = 8
 """Shorter texts are left out: the deepest head would have nothing to guess."""
 
+_TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}  # keys of a turn: who, and what
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -140,11 +141,8 @@ def read_samples(
         FileNotFoundError: no such file.
         ValueError: a malformed line, by number, or no usable text at all, with the reasons.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"data: expected a file, got {path}")
-    rows = _token_rows(path) if path.suffix == ".pt" else _json_rows(path)
     samples, reasons, count = [], Counter[str](), 0
-    for place, row in rows:
+    for place, row in _rows(path):
         count += 1
         try:
             sample = _sample(row, tokenizer, chat_template)
@@ -179,10 +177,8 @@ def read_prompts(
         FileNotFoundError: no such file.
         ValueError: a malformed line, by number.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"data: expected a file, got {path}")
     prompts = []
-    for place, row in _token_rows(path) if path.suffix == ".pt" else _json_rows(path):
+    for place, row in _rows(path):
         try:
             ids = _prompt(row, tokenizer, chat_template)
             if not ids or min(ids) < 0 or max(ids) >= vocab_size:
@@ -219,6 +215,13 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         tokens[row, : sample.tokens.shape[0]] = sample.tokens
         mask[row, : sample.tokens.shape[0]] = sample.loss_mask
     return {"input_ids": tokens, "loss_mask": mask}
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows of a file of either form with their place for messages."""
+    if not path.exists():
+        raise FileNotFoundError(f"data: expected a file, got {path}")
+    return _token_rows(path) if path.suffix == ".pt" else _json_rows(path)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -266,14 +269,8 @@ def _sample(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, c
         ids = tokenizer(_text(row, "prompt")).input_ids
         end = tokenizer(_text(row, "completion"), add_special_tokens=False).input_ids
         return _spans(ids + end, [(len(ids), len(ids) + len(end))])
-    if "messages" in row:
-        return _conversation(row["messages"], "role", "content", tokenizer, chat_template)
-    if "conversations" in row:
-        return _conversation(row["conversations"], "from", "value", tokenizer, chat_template)
-    raise ValueError(
-        "expected one of the keys 'text', 'prompt' with 'completion', 'messages', 'conversations' or 'tokens', "
-        f"got {', '.join(map(repr, row)) or 'none'}"
-    )
+    messages = _messages(row, "'text', 'prompt' with 'completion', 'messages', 'conversations' or 'tokens'")
+    return _conversation(messages, tokenizer, chat_template)
 
 
 def _prompt(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> list[int]:
@@ -283,21 +280,23 @@ def _prompt(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, chat_tem
     for key in ("prompt", "text"):
         if key in row:
             return list(tokenizer(_text(row, key)).input_ids)
-    for key, role_key, text_key in (("messages", "role", "content"), ("conversations", "from", "value")):
-        if key in row:
-            messages = _messages(row[key], role_key, text_key)
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            text = _render(messages, tokenizer, chat_template, prompting=True)
-            return list(tokenizer(text, add_special_tokens=False).input_ids)
-    raise ValueError(
-        "expected one of the keys 'prompt', 'text', 'messages', 'conversations' or 'tokens', "
-        f"got {', '.join(map(repr, row)) or 'none'}"
-    )
+    messages = _messages(row, "'prompt', 'text', 'messages', 'conversations' or 'tokens'")
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    text = _render(messages, tokenizer, chat_template, prompting=True)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def _messages(turns: Any, role_key: str, text_key: str) -> list[dict[str, str]]:
-    """Turns of either form as transformers wants them; answers to nothing are left out."""
+def _messages(row: Mapping[str, Any], keys: str) -> list[dict[str, str]]:
+    """A conversation of either form as transformers wants it; answers to nothing are left out.
+
+    Raises:
+        ValueError: there is none, and none of the other `keys` has matched; or it is malformed.
+    """
+    key = next((key for key in _TURNS if key in row), None)
+    if key is None:
+        raise ValueError(f"expected one of the keys {keys}, got {', '.join(map(repr, row)) or 'none'}")
+    turns, (role_key, text_key) = row[key], _TURNS[key]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("expected a list of turns")
     messages = []
@@ -328,13 +327,12 @@ def _render(
 
 
 def _conversation(
-    turns: Any, role_key: str, text_key: str, tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+    messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 ) -> Sample:
     """A conversation through the chat template; what the assistant says may be learnt.
 
     Where a turn begins and ends in the text is found by rendering the conversation up to it.
     """
-    messages = _messages(turns, role_key, text_key)
     text = _render(messages, tokenizer, chat_template, prompting=False) if messages else ""
     spans = []
     for index, message in enumerate(messages):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.training.objectives.base import Objective
 
-__all__ = ["objective_class", "training_settings"]
+__all__ = ["TRAINABLE_KINDS", "objective_class", "training_settings"]
 
 # "module:class" under specdec.training.objectives
 _OBJECTIVES = {
@@ -20,6 +20,7 @@ _OBJECTIVES = {
     "parallelspec": "parallelspec:ParallelSpecObjective",
     "falcon": "falcon:FalconObjective",
 }
+TRAINABLE_KINDS = tuple(_OBJECTIVES)
 # settings that make this kind out of an objective that has several
 _SETTINGS: dict[str, dict[str, Any]] = {"eagle3": {"version": 3}}
 
@@ -31,7 +32,7 @@ def objective_class(kind: str) -> "type[Objective]":
         ValueError: no such kind, or one that has nothing to train.
     """
     if kind not in _OBJECTIVES:
-        raise ValueError(f"drafter: expected a kind that can be trained ({', '.join(_OBJECTIVES)}), got {kind!r}")
+        raise ValueError(f"drafter: expected a kind that can be trained ({', '.join(TRAINABLE_KINDS)}), got {kind!r}")
     module, name = _OBJECTIVES[kind].split(":")
     return getattr(importlib.import_module(f"specdec.training.objectives.{module}"), name)
 

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,10 +50,7 @@ class RecipeTrainer(Trainer):
     def __init__(self, model: nn.Module, recipe: Recipe, arguments: TrainingArguments, **kwargs: Any) -> None:
         super().__init__(model, arguments, **kwargs)
         self.recipe = recipe
-        self._sums: dict[bool, defaultdict[str, torch.Tensor | float]] = {}
-        self._counts = {True: 0, False: 0}
-        self._forget_parts(training=True)
-        self._forget_parts(training=False)
+        self._parts: dict[bool, list[dict[str, torch.Tensor]]] = {True: [], False: []}  # by model.training
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.progress_bar = _ProgressBar()
@@ -83,11 +79,8 @@ class RecipeTrainer(Trainer):
                 f"loss: expected a finite value, got {float(loss.detach())} in {phase} step "
                 f"{self.state.global_step + model.training}"
             )
-        sums = self._sums[model.training]
-        for name, value in outputs.items():
-            if name != "loss" and isinstance(value, torch.Tensor) and value.ndim == 0:
-                sums[name] = sums[name] + value.detach()
-        self._counts[model.training] += 1
+        parts = {name: value.detach() for name, value in outputs.items() if name != "loss" and _is_scalar(value)}
+        self._parts[model.training].append(parts)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -104,24 +97,21 @@ class RecipeTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the base, with the parts of the loss among the metrics."""
-        self._forget_parts(training=False)
         output = super().evaluation_loop(*args, **kwargs)
-        output.metrics.update({f"eval_{name}": value for name, value in self._mean_parts(training=False).items()})
+        output.metrics.update({f"eval_{name}": value for name, value in self._take_mean_parts(training=False).items()})
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the base, with the parts of the training loss beside it."""
         if "loss" in logs:
-            logs = {**logs, **self._mean_parts(training=True)}
-            self._forget_parts(training=True)
+            logs = {**logs, **self._take_mean_parts(training=True)}
         super().log(logs, *args, **kwargs)
 
-    def _mean_parts(self, *, training: bool) -> dict[str, float]:
-        return {name: float(value) / self._counts[training] for name, value in self._sums[training].items()}
-
-    def _forget_parts(self, *, training: bool) -> None:
-        self._sums[training] = defaultdict(float)
-        self._counts[training] = 0
+    def _take_mean_parts(self, *, training: bool) -> dict[str, float]:
+        """Means since the last call; a batch that lacks a part, because its texts are short, counts as zero."""
+        parts, self._parts[training] = self._parts[training], []
+        names = dict.fromkeys(name for one in parts for name in one)
+        return {name: float(sum(one.get(name, 0.0) for one in parts)) / len(parts) for name in names}
 
 
 def run_training(
@@ -237,6 +227,10 @@ def forget_checkpoints(work_dir: Path) -> None:
 def _what_is_kept(work_dir: Path) -> str:
     kept = last_checkpoint(work_dir)
     return "no checkpoint was written yet" if kept is None else f"the last good checkpoint is {kept}"
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
 class _Guard(TrainerCallback):

@@ -6,6 +6,7 @@ from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS
 from lib.families import random_prompts
 from lib.parallelspec_equations import VARIANTS
 from specdec.models.target.target import Target
+from specdec.training.data import Sample
 from specdec.training.kinds import objective_class, training_settings
 from specdec.training.objectives.base import TrainingBatch
 
@@ -47,6 +48,13 @@ def random_texts(generator, lengths=(14, 9), first_learnt=3):
         tokens[row, : len(prompt)] = prompt
         mask[row, first_learnt : len(prompt)] = True
     return tokens, mask
+
+
+def samples(count=12, length=20, prompt=0, seed=0):
+    """Random texts of `length` tokens, of which the first `prompt` are not to be learnt."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(length) >= prompt
+    return [Sample(text, mask) for text in random_prompts(generator, [length] * count)]
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ import torch
 from lib.eagle_checks import DRAFT_TOKENS, TAPS
 from lib.families import VOCAB_SIZE, build_model
 from lib.objectives import OBJECTIVES, new_objective, random_texts, read_by
+from specdec.drafters.kinds import DRAFTER_KINDS, KINDS_WITHOUT_WEIGHTS
 from specdec.models.target.target import Target
-from specdec.training.kinds import objective_class
+from specdec.training.kinds import TRAINABLE_KINDS, objective_class
 
 every_objective = pytest.mark.parametrize("name", OBJECTIVES)
 
@@ -22,6 +23,11 @@ def batch_of(model, objective, generator, **lengths):
 def lengths_of(name):
     """Lengths of texts with nothing to learn; no text that is read from a file is shorter than 8 tokens."""
     return (2, 6) if name.startswith(("falcon", "parallelspec")) else (1, 2, 6)  # those read pairs
+
+
+def test_every_kind_with_weights_can_be_trained_and_is_tested_here():
+    assert set(TRAINABLE_KINDS) == set(DRAFTER_KINDS) - set(KINDS_WITHOUT_WEIGHTS)
+    assert set(TRAINABLE_KINDS) == {kind for kind, _ in OBJECTIVES.values()}
 
 
 @every_objective
@@ -164,7 +170,7 @@ def test_bad_settings_are_named(kind, settings, message):
         objective_class(kind).new(Target(build_model("llama")), **settings)
 
 
-@pytest.mark.parametrize("kind", {kind for kind, _ in OBJECTIVES.values()})
+@pytest.mark.parametrize("kind", TRAINABLE_KINDS)
 def test_settings_that_do_not_exist_are_named(kind):
     with pytest.raises(TypeError, match="no_such_setting"):
         objective_class(kind).new(Target(build_model("llama")), no_such_setting=1)

@@ -10,7 +10,7 @@ import torch
 
 import specdec
 from lib.families import VOCAB_SIZE, build_model
-from lib.objectives import read_by
+from lib.objectives import read_by, samples
 from specdec.drafters.kinds import NETWORK_KINDS
 from specdec.models.target.target import Target
 from specdec.training import trainer
@@ -31,12 +31,6 @@ TAPS = {"eagle3": {"tap_layers": (0, 1, 2), "draft_vocab_size": 32}}
 @pytest.fixture(scope="module")
 def target():
     return Target(build_model("llama"))
-
-
-def samples(count=12, length=20, prompt=0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.arange(length) >= prompt
-    return [Sample(torch.randint(1, VOCAB_SIZE, (length,), generator=generator), mask) for _ in range(count)]
 
 
 def batch_of(target, texts, labels=None):

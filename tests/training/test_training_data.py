@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from lib.families import VOCAB_SIZE
+from lib.objectives import samples
 from specdec.training.corpus import train_tokenizer
 from specdec.training.curves import curves_svg, history_curves
-from specdec.training.data import Sample, collate, read_prompts, read_samples, split_held_out
+from specdec.training.data import collate, read_prompts, read_samples, split_held_out
 from specdec.training.distill import distill
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
@@ -21,12 +21,6 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer([TEXT], 300, 128)
-
-
-def samples(count, length, prompt=0):
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(length) >= prompt
-    return [Sample(torch.randint(1, VOCAB_SIZE, (length,), generator=generator), mask) for _ in range(count)]
 
 
 def write_lines(path, *rows):

@@ -3,13 +3,14 @@
 Paper: EAGLE (arXiv:2401.15077) section 4.2: SmoothL1 of the states plus 0.1 times the cross-entropy between the laws
 that the target's LM head makes of them, under uniform noise on the input. EAGLE-3 (arXiv:2503.01840) section 3: the
 network is unrolled on its own states as when drafting, step i weighs 0.8^i, and nothing is regressed.
-Places: the network at pair (h_t, x_{t+1}) speaks about token t + 2, in step i of an unrolled text about token
+Places: the network at pair (h_t, x_{t+1}) guesses token t + 2, in step i of an unrolled text token
 t + 2 + i; the loss counts where that token may be learnt. Step i of EAGLE-3 sees of each place what a chain of i draft
 tokens sees: the true pairs up to t, and all its own steps at t.
 Choices beyond the papers: docs/drafters/eagle.md.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,26 +27,11 @@ from specdec.training.objectives.recipe import Recipe, check_decay
 __all__ = ["EAGLE_RECIPES", "EagleObjective", "most_frequent_tokens"]
 
 # rates, betas and clipping as in the papers and the authors' scripts; warm-up 2000 and 12000 of 800000 steps
-_FIRST = Recipe(
-    learning_rate=3e-5,
-    betas=(0.9, 0.95),
-    weight_decay=0.01,
-    schedule="linear",
-    warmup_ratio=0.0025,
-    epochs=20,
-    batch_size=16,
-    clip_value=0.5,
-)
-_THIRD = Recipe(
-    learning_rate=5e-5,
-    betas=(0.9, 0.95),
-    schedule="linear",
-    warmup_ratio=0.015,
-    epochs=40,
-    batch_size=16,
-    clip_norm=0.5,
-)
-EAGLE_RECIPES = {1: _FIRST, 3: _THIRD}
+_EAGLE = Recipe(3e-5, betas=(0.9, 0.95), schedule="linear", warmup_ratio=0.0025, epochs=20, batch_size=16)
+EAGLE_RECIPES = {
+    1: replace(_EAGLE, weight_decay=0.01, clip_value=0.5),
+    3: replace(_EAGLE, learning_rate=5e-5, warmup_ratio=0.015, epochs=40, clip_norm=0.5),
+}
 """How each version is trained."""
 _UNREAD = {1: ("num_unrolled", "decay"), 3: ("noise", "classification_weight")}
 

@@ -85,8 +85,8 @@ class FalconObjective(Objective):
         ahead = self.network.config.block_size
         places = batch.loss_mask[:, ahead + 1 :]  # [B, P]: pair t is about token t + k + 1
         goal_logits = batch.logits[:, ahead:-1][places].float()
-        said = torch.zeros_like(batch.tokens[:, ahead + 1 :])
-        said[places] = goal_logits.argmax(-1)
+        best = torch.zeros_like(batch.tokens[:, ahead + 1 :])
+        best[places] = goal_logits.argmax(-1)
         answers = batch.hidden[:, ahead:-1]
 
         features, tokens = batch.hidden[:, :-1], batch.tokens[:, 1:]
@@ -96,13 +96,13 @@ class FalconObjective(Objective):
         if self.training and self.glance_ratio:
             with torch.no_grad():
                 wrong = torch.zeros_like(places)
-                wrong[places] = self.lm_head(self._guess(features, tokens, places)).argmax(-1) != said[places]
+                wrong[places] = self.lm_head(self._guess(features, tokens, places)).argmax(-1) != best[places]
                 ratio = self.glance_ratio * (1 - batch.progress)
                 glanced = glance_at(places, (ratio * wrong.sum(1)).long(), ahead, self.glance)
                 beyond = (0, features.shape[1] - places.shape[1])  # pairs about nothing that is known
                 shown = F.pad(glanced, beyond)
                 features = torch.where(shown[..., None], F.pad(answers, (0, 0, *beyond)), features)
-                tokens = torch.where(shown, F.pad(said, beyond), tokens)
+                tokens = torch.where(shown, F.pad(best, beyond), tokens)
 
         guesses = self._guess(features, tokens, places)
         logits = self.lm_head(guesses).float()
@@ -110,10 +110,10 @@ class FalconObjective(Objective):
         regression = F.smooth_l1_loss(guesses.float(), answers[places].float(), reduction="sum")
         regression = regression / (count * guesses.shape[-1])
         soft = F.kl_div(logits.log_softmax(-1), goal_logits.softmax(-1), reduction="sum") / count
-        hard = mean_cross_entropy(logits, said[places])
+        hard = mean_cross_entropy(logits, best[places])
         loss = regression + self.distillation_weight * (self.soft_weight * soft + (1 - self.soft_weight) * hard)
         parts = {"regression": regression.detach(), "soft": soft.detach(), "hard": hard.detach()}
-        right = (logits.detach().argmax(-1) == said[places]).sum() / count
+        right = (logits.detach().argmax(-1) == best[places]).sum() / count
         return {"loss": loss, **parts, "accuracy": right, "glanced": glanced.sum() / count}
 
     def _guess(self, features: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
