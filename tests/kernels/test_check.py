@@ -5,8 +5,9 @@ import inspect
 import pytest
 import torch
 
-from lib.laws import assert_same, int32
-from lib.op_calls import CALLS, LAUNCHERS, call_of
+from lib.laws import assert_same
+from lib.op_calls import CALLS, LAUNCHERS, arguments_of
+from lib.tensors import DEVICE, int32
 from specdec.kernels.common import walk
 from specdec.kernels.common.check import MAX_NODES, check_parent
 from specdec.kernels.common.dynamic_tree import RerankedTree
@@ -17,16 +18,8 @@ from specdec.kernels.reference.accept_naive import accept_naive as naive_referen
 from specdec.kernels.reference.accept_rejection import accept_rejection as rejection_reference
 from specdec.kernels.reference.accept_typical import accept_typical as typical_reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WITH_PARENT = sorted(name for name, launcher in LAUNCHERS.items() if "parent" in inspect.signature(launcher).parameters)
 OF_NODES = [name for name in WITH_PARENT if name != "tree_rerank"]
-
-
-def arguments_of(name, **changes):
-    """The arguments of an op's call by their names, changed."""
-    args, kwargs = call_of(name)
-    bound = inspect.signature(LAUNCHERS[name]).bind(*args, **kwargs)
-    return {**bound.arguments, **changes}
 
 
 def on_cpu(arguments):
@@ -54,7 +47,7 @@ NODE_CASES = {
 @pytest.mark.parametrize("name", OF_NODES)
 def test_parents_that_are_no_earlier_nodes_are_refused(name, case, backend):
     parent, got = NODE_CASES[case]
-    tokens = int32([[1, 2, 3, 4], [4, 3, 2, 1]])
+    tokens = int32([[1, 2, 3, 4]] * 3)
     arguments = on_cpu(arguments_of(name, parent=int32([parent]), tokens=tokens, backend=backend))
     with pytest.raises(ValueError, match=f"parent: expected -1 or an earlier node, {got}"):
         LAUNCHERS[name](**arguments)
@@ -67,10 +60,10 @@ def test_the_row_of_a_bad_parent_is_named():
     check_parent(torch.empty(0, 4))
 
 
-@pytest.mark.parametrize(("parent", "got"), [(4, "4 at place 1 of row 0"), (-2, "-2 at place 1 of row 0")])
+@pytest.mark.parametrize(("parent", "got"), [(8, "8 at place 1 of row 0"), (-2, "-2 at place 1 of row 0")])
 def test_parents_beyond_the_pool_are_refused(parent, got):
-    arguments = on_cpu(arguments_of("tree_rerank", parent=int32([[-1, parent], [-1, 0]])))
-    with pytest.raises(ValueError, match=f"parent: expected -1 or a candidate below 4, got {got}"):
+    arguments = on_cpu(arguments_of("tree_rerank", parent=int32([[-1, parent], [-1, 0], [-1, 0]])))
+    with pytest.raises(ValueError, match=f"parent: expected -1 or a candidate below 8, got {got}"):
         LAUNCHERS["tree_rerank"](**arguments)
 
 
@@ -195,7 +188,7 @@ def too_large(name):
         "sample_probs": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},
         "tree_expand": {"row": nodes[0], "rank": nodes[0], "depth": nodes[0]},
         "tree_rerank": {"num_nodes": MAX_NODES + 1},
-        "warp_logits": {"tokens": nodes, "parent": parent, "logits": floats},
+        "warp_logits": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},
     }[name]
 
 

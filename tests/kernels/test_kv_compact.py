@@ -5,14 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lib.tensors import DEVICE, int32
 from specdec.kernels.kv_compact import _launch_config, kv_compact
 from specdec.kernels.reference.kv_compact import kv_compact as reference
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def numbered_cache(shape, dtype=torch.float32):
@@ -84,20 +79,6 @@ def test_more_columns_than_one_tile():
 
 def test_fewer_accepted_than_the_path_has():
     assert_compacts(numbered_cache((1, 2, 1, 16, 1, 4)), [3], [[0, 4, 6, 8]], [2])
-
-
-def test_strided_cache():
-    wide = numbered_cache((4, 2, 3, 16, 2, 4))
-    untouched = wide.clone()
-    view = wide[::2, :, :2, 2:]
-    assert_compacts(view, [1, 4], [[0, 2, 5], [0, 3]], [2, 1])
-    untouched[::2, :, :2, 2:] = view
-    assert torch.equal(wide, untouched)
-
-
-def test_order_of_the_programs_does_not_matter(reversed_programs):
-    assert_compacts(numbered_cache((2, 2, 2, 32, 10, 64)), [3, 5], [[0, 2, 5, 9], [0, *range(2, 12)]], [3, 10])
-    assert len(reversed_programs) == 2 * 4 * 2  # two column tiles, two layers of keys and values, two requests
 
 
 @st.composite

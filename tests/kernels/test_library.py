@@ -1,6 +1,5 @@
 """kernels.library: every op is one node for torch.compile and torch.export, and eager calls do not notice."""
 
-import dataclasses
 import io
 import operator
 
@@ -8,16 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.op_calls import CALLS, LAUNCHERS, call_of, int32, rand
+from lib.op_calls import CALLS, LAUNCHERS, call_of, tensors_of
+from lib.tensors import int32, randn
 from specdec.kernels.common import library
 from specdec.kernels.common.dynamic_tree import Beam
 
 
-def tensors_of(result):
-    """The tensors of a result, with None for what is not there."""
-    if dataclasses.is_dataclass(result):
-        return [getattr(result, field.name) for field in dataclasses.fields(result)]
-    return [result] if result is None or isinstance(result, torch.Tensor) else list(result)
+def rand(*shape):
+    """The same for the same shape."""
+    return randn(torch.Generator().manual_seed(sum(shape)), *shape)
 
 
 def assert_same(got, expected):
