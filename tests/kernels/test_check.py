@@ -216,12 +216,22 @@ SINGLE = {name for name in CALLS if sum(case[0] == name for case in TENSORS) == 
 OF_ANY_SHAPE = {("rms_norm", "x"), ("swiglu", "gate_up")}  # all but the last dimension are rows
 
 
+OTHER_WIDTH = {torch.int32: torch.int64, torch.int64: torch.int32, torch.float32: torch.float64}
+OF_EITHER_WIDTH = {
+    ("beam_step", "tokens"),
+    ("tree_rerank", "tokens"),
+    ("tree_expand", "candidates"),
+    ("kv_compact", "cache_"),
+}
+
+
 @pytest.mark.parametrize(("name", "argument"), TENSORS)
 def test_another_dtype_is_refused(name, argument):
-    wrong = arguments_of(name)
-    wrong[argument] = wrong[argument].to(torch.complex64)
-    with pytest.raises(TypeError, match=rf"^{argument}: expected torch\.\w+( or .*)?, got torch.complex64"):
-        LAUNCHERS[name](**wrong)
+    tensor = arguments_of(name)[argument]
+    for dtype in (torch.complex64, OTHER_WIDTH[tensor.dtype])[: 1 if (name, argument) in OF_EITHER_WIDTH else 2]:
+        wrong = arguments_of(name, **{argument: tensor.to(dtype)})
+        with pytest.raises(TypeError, match=rf"^{argument}: expected torch\.\w+( or .*)?, got {dtype}"):
+            LAUNCHERS[name](**wrong)
 
 
 @pytest.mark.parametrize(("name", "argument"), [case for case in TENSORS if case not in OF_ANY_SHAPE])

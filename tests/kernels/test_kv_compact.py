@@ -127,27 +127,6 @@ def test_a_large_cache_is_addressed_beyond_32_bits():
     assert (cache[:, :, :, 299_991] == 1.0).all()
 
 
-CACHE = torch.zeros(1, 2, 2, 8, 2, 4)
-REJECTED = {
-    "int cache": ({"cache_": CACHE.int()}, TypeError, r"cache_: expected torch.float16 or"),
-    "five dimensions": ({"cache_": CACHE[0]}, ValueError, r"cache_: expected shape \[any, 2, any, any, any, any\]"),
-    "keys alone": ({"cache_": CACHE[:, :1]}, ValueError, r"cache_: expected shape \[any, 2"),
-    "heads apart": ({"cache_": CACHE.transpose(3, 4)}, ValueError, r"cache_: expected stride 4 between heads, got 8"),
-    "lengths": ({"lengths": torch.zeros(3).int()}, ValueError, r"lengths: expected shape \[2\], got \[3\]"),
-    "long path": ({"path": torch.zeros(2, 3).long()}, TypeError, r"path: expected torch.int32, got torch.int64"),
-    "path of one row": ({"path": torch.zeros(1, 3).int()}, ValueError, r"path: expected shape \[2, any\]"),
-    "num_accepted": ({"num_accepted": torch.zeros(2, 1).int()}, ValueError, r"num_accepted: expected shape \[2\]"),
-}
-
-
-@pytest.mark.parametrize(("change", "error", "message"), REJECTED.values(), ids=REJECTED.keys())
-def test_wrong_arguments_are_rejected(change, error, message):
-    args = {"cache_": CACHE, "lengths": int32([0, 0]).cpu(), "path": int32([[0, 1, 2]] * 2).cpu()}
-    args |= {"num_accepted": int32([0, 0]).cpu()}
-    with pytest.raises(error, match=message):
-        kv_compact(**args | change)
-
-
 @pytest.mark.parametrize(
     ("max_moves", "num_columns", "block_j", "block_c"),
     [(1, 4096, 1, 4096), (5, 4096, 8, 512), (4, 1024, 4, 1024), (100, 5120, 8, 512), (3, 80, 4, 128)],

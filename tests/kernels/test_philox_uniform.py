@@ -207,29 +207,6 @@ def test_numbers_past_2_to_the_31_are_in_their_places(count):
     assert torch.equal(got, philox_uniform(seeds[-1:], step, stream=1, count=count)[0])
 
 
-@pytest.mark.parametrize("op", [philox_uniform, philox_exponential])
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"seeds": torch.zeros(3)}, TypeError, r"seeds: expected torch.int64, got torch.float32"),
-        ({"seeds": torch.zeros(3).int()}, TypeError, r"seeds: expected torch.int64, got torch.int32"),
-        ({"seeds": torch.zeros(3, 1).long()}, ValueError, r"seeds: expected shape \[any\], got \[3, 1\]"),
-        ({"seeds": torch.zeros(6).long()[::2]}, ValueError, r"seeds: expected stride 1 in the last dimension, got 2"),
-        ({"step": torch.zeros(1).long()}, ValueError, r"step: expected shape \[\], got \[1\]"),
-        ({"step": torch.zeros(()).int()}, TypeError, r"step: expected torch.int64, got torch.int32"),
-        ({"step": 3}, TypeError, r"step: expected a torch.Tensor, got int"),
-        ({"stream": -1}, ValueError, r"stream: expected 0 to 2\*\*31 - 1, got -1"),
-        ({"stream": 2**31}, ValueError, r"stream: expected 0 to 2\*\*31 - 1, got 2147483648"),
-        ({"count": -1}, ValueError, r"count: expected 0 to 2\*\*31 - 1, got -1"),
-        ({"count": 2**31}, ValueError, r"count: expected 0 to 2\*\*31 - 1, got 2147483648"),
-    ],
-)
-def test_wrong_arguments_are_named(op, change, error, match):
-    args = {"seeds": torch.zeros(3).long(), "step": torch.zeros(()).long(), "stream": 0, "count": 2} | change
-    with pytest.raises(error, match=match):
-        op(**{name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in args.items()})
-
-
 @pytest.mark.parametrize(
     ("count", "block", "is_aligned", "num_warps"),
     [

@@ -206,38 +206,6 @@ def test_sample_probs_is_both_in_turn(generator):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"logits": torch.zeros(2, 3, 4, dtype=torch.float64)}, TypeError, r"logits: expected torch.float32 or"),
-        ({"logits": torch.zeros(3, 4)}, ValueError, r"logits: expected shape \[any, any, any\], got \[3, 4\]"),
-        ({"tokens": None}, ValueError, r"parent: expected None, as tokens"),
-        ({"parent": None}, ValueError, r"parent: expected a tensor, as tokens"),
-        ({"parent": torch.zeros(3, 3).int()}, ValueError, r"parent: expected 2 rows or 1, got shape \[3, 3\]"),
-        ({"tokens": torch.zeros(2, 2).int()}, ValueError, r"tokens: expected shape \[2, 3\], got \[2, 2\]"),
-        ({"history": torch.zeros(2, 5)}, TypeError, r"history: expected torch.int32, got torch.float32"),
-        ({"row_ids": torch.zeros(3).int()}, ValueError, r"row_ids: expected shape \[2\], got \[3\]"),
-        ({"step": torch.zeros(()).int()}, ValueError, r"step: expected shape \[1\], got \[\]"),
-        ({"seed": -1}, ValueError, r"seed: expected 0 to 2\*\*63 - 1, got -1"),
-        ({"temperature": 0.0}, ValueError, r"temperature: expected more than 0, got 0.0"),
-        ({"top_k": 0}, ValueError, r"top_k: expected 1 or more, got 0"),
-        ({"top_p": 1.1}, ValueError, r"top_p: expected 0 to 1, got 1.1"),
-        ({"min_p": -0.1}, ValueError, r"min_p: expected 0 to 1, got -0.1"),
-        ({"repetition_penalty": 0.0}, ValueError, r"repetition_penalty: expected more than 0, got 0.0"),
-    ],
-)
-def test_wrong_arguments_are_named(generator, change, error, match):
-    names = ("logits", "tokens", "parent", "history")
-    args = dict(zip(names, random_call(generator), strict=True)) | {
-        "row_ids": int32([0, 1]),
-        "step": int32([0]),
-        "seed": 0,
-    }
-    changed = {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in change.items()}
-    with pytest.raises(error, match=match):
-        sample_probs(**{**args, **changed})
-
-
-@pytest.mark.parametrize(
     ("vocab_size", "block_v", "num_warps"), [(40, 64, 4), (2048, 2048, 8), (32000, 4096, 16), (128256, 4096, 16)]
 )
 def test_launch_config(vocab_size, block_v, num_warps):

@@ -253,44 +253,6 @@ def test_heads_far_apart_are_addressed_beyond_32_bits(generator):
 
 # rejected arguments
 
-REJECTED = {
-    "q of three dimensions": ({"q": torch.zeros(2, 6, 16)}, ValueError, r"q: expected shape \[any, any, any, any\]"),
-    "int q": ({"q": torch.zeros(2, 6, 4, 16, dtype=torch.int32)}, TypeError, r"q: expected torch.float16 or"),
-    "heads": ({"q": torch.zeros(2, 6, 3, 16)}, ValueError, r"q: expected a multiple of the 2 heads of k_cache, got 3"),
-    "head dim": ({"q": torch.zeros(2, 6, 4, 32)}, ValueError, r"k_cache: expected shape \[2, any, any, 32\]"),
-    "cache dtype": ({"k_cache": torch.zeros(2, 46, 2, 16).half()}, TypeError, r"k_cache: expected torch.float32"),
-    "cache sizes": ({"v_cache": torch.zeros(2, 47, 2, 16)}, ValueError, r"v_cache: expected shape \[2, 46, 2, 16\]"),
-    "lengths dtype": ({"lengths": torch.zeros(2).long()}, TypeError, r"lengths: expected torch.int32, got torch.int64"),
-    "lengths size": ({"lengths": torch.zeros(3).int()}, ValueError, r"lengths: expected shape \[2\], got \[3\]"),
-    "words": ({"ancestors": torch.zeros(2, 6, 2).int()}, ValueError, r"ancestors: expected shape \[2, 6, 1\]"),
-    "list of words": ({"ancestors": [[1]]}, TypeError, r"ancestors: expected a torch.Tensor, got list"),
-    "words of no row": ({"ancestors": torch.zeros(()).int()}, ValueError, r"ancestors: expected shape \[2, 6, 1\]"),
-    "no heads": ({"q": torch.zeros(2, 6, 0, 16)}, ValueError, r"k_cache: expected at least one head, as of q, got 2"),
-    "no dimensions": (
-        {name: torch.zeros(2, 46 if "cache" in name else 6, 4, 0) for name in ("q", "k_cache", "v_cache")},
-        ValueError,
-        r"q: expected a head dimension of 1 to 256, got 0",
-    ),
-    "bool mask": ({"ancestors": torch.ones(2, 6, 6).bool()}, TypeError, r"ancestors: expected torch.int32"),
-    "fewer tree nodes": ({"num_tree_nodes": 5}, ValueError, r"num_tree_nodes: .* got N = 6 and num_tree_nodes = 5"),
-    "tree beyond cache": (
-        {"num_tree_nodes": 47},
-        ValueError,
-        r"num_tree_nodes: .* <= 46, got N = 6",
-    ),
-    "window 0": ({"window": 0}, ValueError, r"window: expected at least 1, got 0"),
-    "window alone": ({"window": 5}, ValueError, r"depth: expected a tensor because window is given, got None"),
-    "depth": ({"window": 5, "depth": torch.zeros(2, 5).int()}, ValueError, r"depth: expected shape \[2, 6\]"),
-}
-
-
-@pytest.mark.parametrize(("change", "error", "message"), REJECTED.values(), ids=REJECTED.keys())
-def test_wrong_arguments_are_rejected(generator, change, error, message):
-    args = make_call(generator)
-    change = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in change.items()}
-    with pytest.raises(error, match=message):
-        tree_attention(**args | change)
-
 
 def test_more_than_512_nodes_are_rejected():
     zeros = torch.zeros(1, 513, 1, 16)

@@ -82,28 +82,6 @@ def test_the_reference_refuses_a_rank_beyond_the_candidates(generator):
         tree_expand(**args, backend="reference")
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "error", "match"),
-    [
-        ("candidates", lambda t: t.float(), TypeError, r"candidates: expected torch.int32 or torch.int64, got"),
-        ("candidates", lambda t: t[0], ValueError, r"candidates: expected shape \[any, any, any\], got \[3, 4\]"),
-        ("candidates", lambda t: t.transpose(1, 2), ValueError, r"candidates: expected stride 1"),
-        ("root", lambda t: t.long(), TypeError, r"root: expected torch.int32, got torch.int64"),
-        ("lengths", lambda t: t[:1], ValueError, r"lengths: expected shape \[2\], got \[1\]"),
-        ("row", lambda t: t[:0], ValueError, r"row: expected 1 to 512 nodes, root included, got 0"),
-        ("rank", lambda t: t[:3], ValueError, r"rank: expected shape \[9\], got \[3\]"),
-        ("depth", lambda t: t.float(), TypeError, r"depth: expected torch.int32, got torch.float32"),
-        ("root", lambda t: t.to("meta"), ValueError, r"root: expected a tensor on"),
-        ("root", lambda t: t.tolist(), TypeError, r"root: expected a torch.Tensor, got list"),
-    ],
-)
-def test_wrong_arguments_are_named(generator, name, change, error, match):
-    args = random_call(generator)
-    args[name] = change(args[name])
-    with pytest.raises(error, match=match):
-        tree_expand(**args)
-
-
 @pytest.mark.parametrize(("num_nodes", "block"), [(1, 1), (60, 64), (128, 128), (512, 128)])
 def test_launch_config(num_nodes, block):
     assert _launch_config(num_nodes).blocks["BLOCK_N"] == block

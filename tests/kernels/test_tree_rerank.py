@@ -256,49 +256,6 @@ def test_a_child_that_claims_to_beat_its_parent_does_not():
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "error", "match"),
-    [
-        ("tokens", lambda t: t.float(), TypeError, r"tokens: expected torch.int32 or torch.int64, got"),
-        ("tokens", lambda t: t[0], ValueError, r"tokens: expected shape \[any, any, any\], got \[9, 4\]"),
-        ("tokens", lambda t: t[:, :0], ValueError, r"tokens: expected 1 to 2048 candidates per request"),
-        ("tokens", lambda t: t.repeat(1, 1, 57), ValueError, r"tokens: expected 1 to 2048 .* got shape \[2, 9, 228\]"),
-        ("logps", lambda t: t.double(), TypeError, r"logps: expected torch.float32, got torch.float64"),
-        ("logps", lambda t: t[:, :2], ValueError, r"logps: expected shape \[2, 9, 4\], got \[2, 2, 4\]"),
-        ("parent", lambda t: t.long(), TypeError, r"parent: expected torch.int32, got torch.int64"),
-        ("parent", lambda t: t[:, :2], ValueError, r"parent: expected shape \[2, 9\], got \[2, 2\]"),
-        ("root", lambda t: t.to("meta"), ValueError, r"root: expected a tensor on"),
-        ("num_nodes", lambda _: 0, ValueError, r"num_nodes: expected 1 to 512 nodes, root included, got 0"),
-        ("max_depth", lambda _: -1, ValueError, r"max_depth: expected 0 or more, got -1"),
-    ],
-)
-def test_wrong_arguments_are_named(generator, name, change, error, match):
-    args = dict(zip(("tokens", "logps", "parent", "root"), random_pool(generator), strict=True))
-    args |= {"num_nodes": 8, "max_depth": 3}
-    args[name] = change(args[name])
-    with pytest.raises(error, match=match):
-        tree_rerank(**args)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "error", "match"),
-    [
-        ("tokens", lambda t: t.float(), TypeError, r"tokens: expected torch.int32 or torch.int64, got"),
-        ("beam_logps", lambda t: t[:, :1], ValueError, r"beam_logps: expected shape \[2, 3\], got \[2, 1\]"),
-        ("logsumexp", lambda _: int32([1]), TypeError, r"logsumexp: expected torch.float32, got torch.int32"),
-        ("width", lambda _: 13, ValueError, r"width: expected 1 to 12, the number of candidates, got 13"),
-        ("width", lambda _: 0, ValueError, r"width: expected 1 to 12"),
-        ("first_index", lambda _: -1, ValueError, r"first_index: expected 0 or more, got -1"),
-    ],
-)
-def test_wrong_arguments_of_a_beam_are_named(generator, name, change, error, match):
-    args = dict(zip(("tokens", "logps", "beam_logps"), random_level(generator), strict=True))
-    args |= {"width": 4, "first_index": 0, "logsumexp": None}
-    args[name] = change(args[name])
-    with pytest.raises(error, match=match):
-        beam_step(**args)
-
-
-@pytest.mark.parametrize(
     ("pool_size", "num_nodes", "blocks", "num_warps"),
     [(10, 5, (16, 8, 1), 1), (510, 60, (512, 64, 2), 4), (2040, 512, (2048, 512, 16), 8), (64, 512, (64, 512, 16), 8)],
 )

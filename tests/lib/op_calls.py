@@ -106,7 +106,7 @@ def calls(sizes):
         "add_rms_norm": ((randn(g, BATCH, n, width), randn(g, BATCH, n, width), randn(g, width)), {"eps": 1e-5}),
         "beam_step": (level, {"width": beams, "first_index": 4, "logsumexp": rand(g, BATCH, beams)}),
         "draft_heads": ((states, heads, randn(g, *heads.shape[:2])), {}),
-        "draft_heads_concat": ((parts, randn(g, 70, mixed), randn(g, 70), randn(g, 70, mixed)), {}),
+        "draft_heads_concat": ((parts, *(randn(g, 70, *of) for of in 2 * ((mixed,), ()))), {}),
         "kv_compact": ((cache, lengths.clamp(max=2), path, int32([0, path.shape[1] - 1, 2])), {}),
         "lm_head_topk": ((randn(g, 2, BATCH, 16), randn(g, 2, 16 + width // 4, 16)), {"k": 4, "store_logits": True}),
         "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
