@@ -7,6 +7,7 @@ import torch
 
 import specdec.kernels.reference.accept_rejection as definition
 from lib.accept_calls import rejection_call as random_call
+from lib.accept_calls import two_leaves
 from lib.laws import (
     FIELDS,
     NUM_TREES,
@@ -86,12 +87,9 @@ def law_calls(replacement):
             uniforms = [uniform.get(n, 0.5) for n in range(5)]
             rows.append((tokens, p.log(), q.log(), uniforms, uniform_final, draft_probability * weight))
     tokens, logits, draft_logits, uniform, uniform_final, weights = zip(*rows, strict=True)
-    arguments = (
-        int32(tokens), int32([LAW_PARENT]), torch.stack(logits).to(DEVICE), torch.stack(draft_logits).to(DEVICE),
-        int32([0, 1, 2, -1, -1]), torch.tensor(uniform, dtype=torch.float64, device=DEVICE),
-        torch.tensor(uniform_final, dtype=torch.float64, device=DEVICE),
-    )  # fmt: skip
-    return arguments, torch.tensor(weights, dtype=torch.float64)
+    laws = torch.stack(logits).to(DEVICE), torch.stack(draft_logits).to(DEVICE), int32([0, 1, 2, -1, -1])
+    uniforms = (torch.tensor(values, dtype=torch.float64, device=DEVICE) for values in (uniform, uniform_final))
+    return (int32(tokens), int32([LAW_PARENT]), *laws, *uniforms), torch.tensor(weights, dtype=torch.float64)
 
 
 def in_float32(arguments):
@@ -162,44 +160,33 @@ def test_tests_turn_at_their_thresholds(replacement):
     for step, accept, kwargs in ((1e-9, reference, {}), (1e-5, accept_rejection, {"backend": "triton"})):
         uniform = [[0.5, first - step, 0.5, 2, 2], [0.5, first + step, second - step, 2, 2]]
         uniform += [[0.5, first + step, second + step, 2, 2]]
-        dtype = torch.float64 if accept is reference else torch.float32
-        call = (
-            int32([tokens] * 3), int32([LAW_PARENT]),
-            p.log().to(dtype).to(DEVICE).expand(3, 5, -1), q.log().to(dtype).to(DEVICE).expand(3, 3, -1),
-            int32([0, -1, -1, -1, -1]), torch.tensor(uniform, dtype=dtype, device=DEVICE),
-            torch.full((3,), 0.5, dtype=dtype, device=DEVICE),
-        )  # fmt: skip
+        drawn = torch.tensor(uniform, dtype=torch.float64), torch.full((3,), 0.5)
+        floats = p.log().expand(3, 5, -1), q.log().expand(3, 3, -1), *drawn
+        floats = [x.to(DEVICE, torch.float64 if accept is reference else torch.float32) for x in floats]
+        call = int32([tokens] * 3), int32([LAW_PARENT]), *floats[:2], int32([0, -1, -1, -1, -1]), *floats[2:]
         verdict = accept(*call, replacement=replacement, max_depth=2, **kwargs)
         assert verdict.path[:, 1].tolist() == [1, 2, -1]
 
 
 def test_a_draft_that_is_sure_of_itself_leaves_an_exact_rest():
     """q(0) = 1 - 5e-7: in fp32 1 - q(0) has an error of some per cent, and so would the second child's threshold."""
-    draft = torch.tensor([16.0, 0.2, 0.1, 0.0], device=DEVICE)
-    target = torch.tensor([0.5, 0.0, 0.3, 0.1], device=DEVICE)
-    p, q = target.double().softmax(-1).cpu(), draft.double().softmax(-1).cpu()
+    draft = [16.0, 0.2, 0.1, 0.0]
+    q = torch.tensor(draft, dtype=torch.float64).softmax(-1)
     # node 2 is tested against q without token 0; a low target makes the threshold less than 1
     p = torch.tensor([0.4, 0.02, 0.28, 0.3], dtype=torch.float64)
     (_, _), (threshold, _) = definition.sibling_tries(p, q, [0, 1], replacement=False)
     assert 0.01 < threshold < 0.99
     for factor, accepted in ((1 - 1e-4, 2), (1 + 1e-4, -1)):
-        call = (
-            int32([[9, 0, 1]]), int32([[-1, 0, 0]]), p.log().float().to(DEVICE).expand(1, 3, -1), draft[None, None],
-            int32([0, -1, -1]), torch.tensor([[0.5, 0.99, threshold * factor]], device=DEVICE),
-            torch.tensor([0.5], device=DEVICE),
-        )  # fmt: skip
+        call = two_leaves(p.log().tolist(), draft, [0.5, 0.99, threshold * factor])
         verdict = accept_rejection(*call, replacement=False, max_depth=1, backend="triton")
         assert verdict.path[0, 1].item() == accepted
 
 
 def test_a_residual_without_mass_gives_way_to_the_target(generator):
     """p = q, and a uniform of 1, which no generator yields, rejects all the same."""
-    logits = random_logits(generator, 1, 1, 30).expand(1, 3, -1)
-    call = (
-        int32([[9, 0, 1]]), int32([[-1, 0, 0]]), logits, logits[:, :1], int32([0, -1, -1]),
-        torch.ones(1, 3, device=DEVICE), torch.tensor([0.7], device=DEVICE),
-    )  # fmt: skip
-    expected = (logits[0, 0].double().softmax(-1).cumsum(-1) > 0.7).int().argmax().item()
+    logits = random_logits(generator, 30)
+    call = two_leaves(logits.tolist(), logits.tolist(), [1.0, 1.0, 1.0], 0.7)
+    expected = (logits.double().softmax(-1).cumsum(-1) > 0.7).int().argmax().item()
     for accept, kwargs in ((accept_rejection, {"backend": "triton"}), (reference, {})):
         verdict = accept(*call, replacement=False, max_depth=1, **kwargs)
         assert verdict.path.tolist() == [[0, -1]]
@@ -208,12 +195,10 @@ def test_a_residual_without_mass_gives_way_to_the_target(generator):
 
 def test_nothing_is_tried_once_the_draft_has_nothing_left(generator):
     """Token 0 has all of q: a second draw without replacement has no law, whatever was put in the tree."""
-    draft_logits = torch.tensor([[[0.0, float("-inf"), float("-inf")]]], device=DEVICE)
-    logits = torch.tensor([0.1, 0.6, 0.3], device=DEVICE).log().expand(1, 3, -1)
-    uniform = torch.tensor([[0.5, 0.5, 0.0]], device=DEVICE)
-    call = int32([[9, 0, 1]]), int32([[-1, 0, 0]]), logits, draft_logits, int32([0, -1, -1]), uniform
+    logits, draft_logits = torch.tensor([0.1, 0.6, 0.3]).log().tolist(), [0.0, float("-inf"), float("-inf")]
+    call = two_leaves(logits, draft_logits, [0.5, 0.5, 0.0], 0.9)
     for accept, kwargs in ((accept_rejection, {"backend": "triton"}), (reference, {})):
-        verdict = accept(*call, torch.tensor([0.9], device=DEVICE), replacement=False, max_depth=1, **kwargs)
+        verdict = accept(*call, replacement=False, max_depth=1, **kwargs)
         assert verdict.path.tolist() == [[0, -1]]
         assert verdict.next_root.item() == 2  # norm(p without token 0): 2/3 for token 1, 1/3 for token 2
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.accept_calls import random_tree, traversal_of
+from lib.accept_calls import random_tree, traversal_of, two_leaves
 from lib.accept_calls import traversal_call as random_call
 from lib.laws import FIELDS, assert_same, random_logits, traversal_tables
 from lib.tensors import DEVICE, int32
@@ -104,12 +104,8 @@ def test_a_filler_before_a_drawn_sibling_changes_nothing(generator, quick_tiles)
 
 def test_a_draft_that_is_sure_of_itself_leaves_an_exact_rest():
     """q(0) = 1 - 5e-7: in fp32 1 - q(0) has an error of some per cent, and so would the second child's threshold."""
-    draft = torch.tensor([16.0, 0.2, 0.1, 0.0], device=DEVICE)
-    target = torch.tensor([0.4, 0.02, 0.28, 0.3], dtype=torch.float64).log().float().to(DEVICE)
-    call = [
-        int32([[9, 0, 1]]), int32([[-1, 0, 0]]), target.expand(1, 3, -1), draft[None, None], int32([0, -1, -1]),
-        torch.ones(1, 3, device=DEVICE), torch.tensor([0.5], device=DEVICE), *traversal_tables([-1, 0, 0]),
-    ]  # fmt: skip
+    target = torch.tensor([0.4, 0.02, 0.28, 0.3], dtype=torch.float64).log().tolist()
+    call = *two_leaves(target, [16.0, 0.2, 0.1, 0.0], [1.0, 1.0, 1.0]), *traversal_tables([-1, 0, 0])
     threshold = traversal_weights(*call[:5])[0][0, 2].item()
     assert 0.01 < threshold < 0.99
     for factor, accepted in ((1 - 1e-4, 2), (1 + 1e-4, -1)):

@@ -112,14 +112,11 @@ def test_tiles_of_little_or_no_mass_add_nothing_to_the_entropy(generator, other_
 
 
 def test_ties_go_to_the_more_probable_path_then_to_the_lower_node():
-    probs = torch.tensor([0.3, 0.5, 0.1, 0.1], device=DEVICE).log()
+    logits = torch.tensor([0.3, 0.5, 0.1, 0.1], device=DEVICE).log().expand(3, 4, -1)
+    call = int32([[9, 0, 1, 0], [9, 0, 0, 0], [9, 2, 0, 0]]), int32([[-1, 0, 0, 0]]), logits, None
     for backend in ("triton", "reference"):
-        for tokens, last in (([9, 0, 1, 0], 2), ([9, 0, 0, 0], 1), ([9, 2, 0, 0], 2)):
-            verdict = accept_typical(
-                int32([tokens]), int32([[-1, 0, 0, 0]]), probs.expand(1, 4, -1), None,
-                threshold=0.2, alpha=9.0, max_depth=1, backend=backend,
-            )  # fmt: skip
-            assert verdict.path.tolist() == [[0, last]]
+        verdict = accept_typical(*call, threshold=0.2, alpha=9.0, max_depth=1, backend=backend)
+        assert verdict.path.tolist() == [[0, 2], [0, 1], [0, 2]]
 
 
 def test_the_next_root_is_a_sample_of_the_last_node(generator):

@@ -7,7 +7,7 @@ import torch
 
 from lib.laws import assert_same
 from lib.op_calls import CALLS, LAUNCHERS, arguments_of
-from lib.tensors import DEVICE, int32
+from lib.tensors import DEVICE, float32, int32
 from specdec.kernels.common import walk
 from specdec.kernels.common.check import MAX_NODES, check_parent
 from specdec.kernels.common.dynamic_tree import RerankedTree
@@ -27,10 +27,8 @@ def on_cpu(arguments):
 
 
 def test_these_are_the_ops_with_parents():
-    assert {*WITH_PARENT} == {
-        "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal", "accept_typical", "sample_probs",
-        "tree_rerank", "warp_logits",
-    }  # fmt: skip
+    rules = {f"accept_{rule}" for rule in ("greedy", "naive", "rejection", "traversal", "typical")}
+    assert {*WITH_PARENT} == rules | {"sample_probs", "tree_rerank", "warp_logits"}
 
 
 NODE_CASES = {
@@ -150,10 +148,10 @@ def test_tokens_that_are_none_are_not_looked_up(generator, wild):
     typical = LAUNCHERS["accept_typical"](
         tokens, parent, logits, None, max_depth=1, threshold=0.1, alpha=1.0, backend="triton"
     )
+    drafts = logits[:, :1], int32([0, 5, 5]), uniform, uniform[:, 0].contiguous()
     rejection = LAUNCHERS["accept_rejection"](
-        tokens, parent, logits, logits[:, :1], int32([0, 5, 5]), uniform, uniform[:, 0].contiguous(),
-        max_depth=1, replacement=True, backend="triton",
-    )  # fmt: skip
+        tokens, parent, logits, *drafts, max_depth=1, replacement=True, backend="triton"
+    )
     for verdict in (typical, rejection):
         assert 1 not in verdict.path.tolist()[0]
         assert verdict.num_accepted.item() in (0, 1)
@@ -161,14 +159,11 @@ def test_tokens_that_are_none_are_not_looked_up(generator, wild):
 
 def test_no_draft_law_is_read_without_a_walk():
     """exp(100) is infinite, and 0 times that is no mass."""
-    draft_logits = torch.full((1, 1, 4), 100.0, device=DEVICE)
-    logits = torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE).log()[None, None]
-    for uniform, expected in ((0.05, 0), (0.2, 1), (0.5, 2), (0.9, 3)):
-        verdict = LAUNCHERS["accept_rejection"](
-            int32([[0]]), int32([[-1]]), logits, draft_logits, int32([0]), torch.ones(1, 1, device=DEVICE),
-            torch.tensor([uniform], device=DEVICE), max_depth=0, replacement=True, backend="triton",
-        )  # fmt: skip
-        assert verdict.next_root.item() == expected
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE).log().expand(4, 1, -1)
+    drafts = torch.full((4, 1, 4), 100.0, device=DEVICE), int32([0]), torch.ones(4, 1, device=DEVICE)
+    call = int32([[0]] * 4), int32([[-1]]), logits, *drafts, float32([0.05, 0.2, 0.5, 0.9])
+    verdict = LAUNCHERS["accept_rejection"](*call, max_depth=0, replacement=True, backend="triton")
+    assert verdict.next_root.tolist() == [0, 1, 2, 3]
 
 
 # Sizes

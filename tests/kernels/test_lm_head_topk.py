@@ -234,10 +234,10 @@ def merge_of(logits, k):
     tokens = torch.empty(num_rows, k, dtype=torch.int32, device=DEVICE)
     logsumexp = torch.empty(num_rows, device=DEVICE)
     has_nan = torch.empty(num_rows, dtype=torch.bool, device=DEVICE)
-    _lm_head_merge_kernel[(num_rows,)](
-        logits, tile_max, tile_token.int(), tile_sum, torch.zeros_like(tile_max, dtype=torch.bool),
-        values, tokens, logsumexp, has_nan, V=vocab_size, T=num_tiles, TOP=k, **_merge_config(num_tiles).kwargs(),
-    )  # fmt: skip
+    tiles = tile_max, tile_token.int(), tile_sum, torch.zeros_like(tile_max, dtype=torch.bool)
+    results = values, tokens, logsumexp, has_nan
+    settings = _merge_config(num_tiles).kwargs()
+    _lm_head_merge_kernel[(num_rows,)](logits, *tiles, *results, V=vocab_size, T=num_tiles, TOP=k, **settings)
     return values, tokens, logsumexp
 
 

@@ -115,10 +115,8 @@ def llama_rope(head_dim, scaled):
     if scaled:
         rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    config = llama.LlamaConfig(
-        hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=NUM_POSITIONS,
-        rope_parameters=rope,
-    )  # fmt: skip
+    sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
+    config = llama.LlamaConfig(**sizes, max_position_embeddings=NUM_POSITIONS, rope_parameters=rope)
     module = llama.LlamaRotaryEmbedding(config).to(DEVICE)
     cos, sin = module(torch.zeros((), device=DEVICE), torch.arange(NUM_POSITIONS, device=DEVICE)[None])
     half = head_dim // 2

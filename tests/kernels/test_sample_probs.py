@@ -66,13 +66,18 @@ def test_half_precision_matches_the_reference(generator, dtype):
     )
 
 
+PROCESSORS = {
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
+
+
 def by_transformers(logits, ids, chosen):
-    steps = [
-        ("repetition_penalty", RepetitionPenaltyLogitsProcessor), ("temperature", TemperatureLogitsWarper),
-        ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper),
-    ]  # fmt: skip
     scores = logits[None].float()
-    for name, processor in steps:
+    for name, processor in PROCESSORS.items():
         if name in chosen:
             scores = processor(chosen[name])(ids[None].long(), scores)
     return scores[0]

@@ -33,12 +33,12 @@ def random_tree(num_nodes, generator):
 
 
 def make_call(
-    generator, *, lengths=(37, 5), num_nodes=6, heads=(4, 2), head_dim=16, dtype=torch.float32, shared=False,
-    spare=3, window=None, num_tree_nodes=None,
-):  # fmt: skip
+    generator, *, lengths=(37, 5), num_nodes=6, heads=(4, 2), head_dim=16, dtype=torch.float32, shared=False, **options
+):
     """Arguments of tree_attention. Slots that no node may read hold NaN."""
+    window, num_tree_nodes = options.get("window"), options.get("num_tree_nodes")
     batch, tree_size = len(lengths), num_tree_nodes or num_nodes
-    capacity = max(lengths) + tree_size + spare
+    capacity = max(lengths) + tree_size + 3
     trees = [random_tree(tree_size, generator) for _ in range(1 if shared else batch)]
     asking = slice(tree_size - num_nodes, tree_size)  # the last level of the tree
     q = torch.randn(batch, num_nodes, heads[0], head_dim, generator=generator)

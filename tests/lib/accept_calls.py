@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from lib.laws import draw_tokens, random_logits, random_parents, traversal_tables
-from lib.tensors import int32, rand, randint, randn
+from lib.tensors import float32, int32, rand, randint, randn
 from specdec.kernels import accept_greedy, accept_naive, accept_rejection, accept_traversal, accept_typical
 from specdec.kernels.reference.accept_greedy import accept_greedy as greedy_reference
 from specdec.kernels.reference.accept_naive import accept_naive as naive_reference
@@ -43,6 +43,13 @@ def drafted(generator, parent, logits, draft_logits, draft_row, *, replacement=F
     tokens = draw_tokens(generator, parent, draft_logits, draft_row, replacement)
     uniform, uniform_final = rand(generator, batch, num_nodes) ** exponent, rand(generator, batch)
     return tokens, parent, logits, draft_logits, int32(draft_row), uniform, uniform_final
+
+
+def two_leaves(logits, draft_logits, uniform, uniform_final=0.5, *, tokens=(9, 0, 1)):
+    """A root with two children, by lists: its logits of the target and of the draft, and what is drawn."""
+    target = float32(logits).expand(1, 3, -1)
+    laws = target, float32(draft_logits)[None, None], int32([0, -1, -1])
+    return int32([tokens]), int32([[-1, 0, 0]]), *laws, float32([uniform]), float32([uniform_final])
 
 
 def near(draft_logits, generator, distance=1.0):
