@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+from lib.accept_calls import RULES
 from lib.laws import assert_same
 from lib.op_calls import CALLS, LAUNCHERS, arguments_of
 from lib.tensors import DEVICE, float32, int32
@@ -13,10 +14,6 @@ from specdec.kernels.common.check import MAX_NODES, check_parent
 from specdec.kernels.common.dynamic_tree import RerankedTree
 from specdec.kernels.reference import sample_probs as sample_reference
 from specdec.kernels.reference import tree_rerank as rerank_reference
-from specdec.kernels.reference.accept_greedy import accept_greedy as greedy_reference
-from specdec.kernels.reference.accept_naive import accept_naive as naive_reference
-from specdec.kernels.reference.accept_rejection import accept_rejection as rejection_reference
-from specdec.kernels.reference.accept_typical import accept_typical as typical_reference
 
 WITH_PARENT = sorted(name for name, launcher in LAUNCHERS.items() if "parent" in inspect.signature(launcher).parameters)
 OF_NODES = [name for name in WITH_PARENT if name != "tree_rerank"]
@@ -72,12 +69,7 @@ def test_a_gpu_is_not_asked():
 
 # What no launcher refuses on a GPU: the kernels run on it, in bounds, to an end
 
-UNCHECKED = {
-    "accept_greedy": greedy_reference,
-    "accept_naive": naive_reference,
-    "accept_rejection": rejection_reference,
-    "accept_typical": typical_reference,
-}
+UNCHECKED = [name for name in RULES if name != "traversal"]
 WILD = [
     [3, 0, 5, 0, 4, 2, 10**6],  # a root with a parent, a circle, a node above itself, a far one
     [-1, 0, 0, -7, 1, 2, 3],
@@ -97,33 +89,19 @@ def as_padding(parent):
     return torch.where((parent >= 0) & (parent < torch.arange(parent.shape[1], device=parent.device)), parent, -1)
 
 
-def wild_call(name, generator):
-    batch, num_nodes, vocab = len(WILD), len(WILD[0]), 3
-    tokens = torch.randint(0, vocab, (batch, num_nodes), generator=generator, dtype=torch.int32).to(DEVICE)
-    logits = torch.randn(batch, num_nodes, vocab, generator=generator).to(DEVICE)
-    uniform = torch.rand(batch, num_nodes, generator=generator).to(DEVICE)
-    last = uniform[:, 0].contiguous()
-    rows = torch.arange(num_nodes, dtype=torch.int32, device=DEVICE)
-    return tokens, {
-        "accept_greedy": ((tokens.roll(-1, 1),), {}),
-        "accept_naive": ((logits, uniform), {}),
-        "accept_rejection": ((logits, logits.flip(2), rows, uniform, last), {"replacement": True}),
-        "accept_typical": ((logits, last), {"threshold": 0.2, "alpha": 0.5}),
-    }[name]
-
-
 @pytest.mark.parametrize("name", UNCHECKED)
 def test_a_node_with_a_wild_parent_is_padding(generator, unchecked, name):
     parent = int32(WILD)
     for _ in range(5):
-        tokens, (rest, keywords) = wild_call(name, generator)
-        verdict = LAUNCHERS[name](tokens, parent, *rest, max_depth=6, **keywords, backend="triton")
-        assert_same(verdict, UNCHECKED[name](tokens, as_padding(parent), *rest, max_depth=6, **keywords))
+        tokens, _, *rest = RULES[name].call(generator, batch=len(WILD), num_nodes=7, vocab=7, shared=False)
+        verdict = RULES[name].kernel(tokens, parent, *rest, max_depth=6, **RULES[name].options, backend="triton")
+        expected = RULES[name].reference(tokens, as_padding(parent), *rest, max_depth=6, **RULES[name].options)
+        assert_same(verdict, expected)
 
 
 def test_a_climb_ends_at_a_wild_parent(generator, unchecked):
     parent = int32(WILD)
-    tokens, ((logits, _), _) = wild_call("accept_naive", generator)
+    tokens, _, logits, _ = RULES["naive"].call(generator, batch=len(WILD), num_nodes=7, vocab=7)
     got = LAUNCHERS["warp_logits"](logits, tokens, parent, repetition_penalty=1.5, backend="triton")
     expected = sample_reference.warp_logits(logits, tokens, as_padding(parent), repetition_penalty=1.5)
     torch.testing.assert_close(got, expected)

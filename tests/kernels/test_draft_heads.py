@@ -1,6 +1,7 @@
 """kernels.draft_heads against float64, against plain PyTorch modules and against what a residual block is."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.tensors import DEVICE, FLOATS, randn
-from lib.tolerances import assert_close_to_reference
+from lib.tolerances import assert_op_close
 from specdec.kernels.draft_heads import MAX_PARTS, draft_heads, draft_heads_concat
 from specdec.kernels.reference import draft_heads as reference
 
@@ -32,21 +33,8 @@ def hydra(generator, num_parts, num_rows, width, dtype=torch.float32):
     return parts, matrices[0], biases[0], matrices[1], biases[1]
 
 
-def assert_close(got, expected, eager):
-    assert_close_to_reference(got, expected, eager, scale=max(1.0, expected.abs().max().item()))
-
-
-def assert_right(x, weight, bias):
-    expected = reference.draft_heads(x.double(), weight.double(), bias.double())
-    eager = reference.draft_heads(x, weight, bias, upcast=False)
-    assert_close(draft_heads(x, weight, bias, backend="triton"), expected, eager)
-
-
-def assert_concat_right(parts, *weights):
-    doubled = [None if tensor is None else tensor.double() for tensor in weights]
-    expected = reference.draft_heads_concat([part.double() for part in parts], *doubled)
-    eager = reference.draft_heads_concat(parts, *weights, upcast=False)
-    assert_close(draft_heads_concat(parts, *weights, backend="triton"), expected, eager)
+assert_right = partial(assert_op_close, draft_heads, reference.draft_heads)
+assert_concat_right = partial(assert_op_close, draft_heads_concat, reference.draft_heads_concat)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -1,31 +1,22 @@
 """kernels.rms_norm against float64, against the roundings of LlamaRMSNorm and against what a norm is."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.tensors import DEVICE, FLOATS, randn
-from lib.tolerances import assert_close_to_reference
+from lib.tolerances import assert_op_close
 from specdec.kernels.reference import rms_norm as reference
 from specdec.kernels.rms_norm import MAX_WIDTH, _launch_config, add_rms_norm, rms_norm
 
 EPS = 1e-5
 
 
-def assert_right(x, weight, *, eps=EPS):
-    expected = reference.rms_norm(x.double(), weight.double(), eps=eps)
-    eager = reference.rms_norm(x, weight, eps=eps, upcast=False)
-    scale = max(1.0, expected.abs().max().item())
-    assert_close_to_reference(rms_norm(x, weight, eps=eps, backend="triton"), expected, eager, scale=scale)
-
-
-def assert_add_right(x, residual, weight):
-    normed, summed = add_rms_norm(x, residual, weight, eps=EPS, backend="triton")
-    expected = reference.add_rms_norm(x.double(), residual.double(), weight.double(), eps=EPS)
-    eager = reference.add_rms_norm(x, residual, weight, eps=EPS, upcast=False)
-    for got, want, rounded in zip((normed, summed), expected, eager, strict=True):
-        assert_close_to_reference(got, want, rounded, scale=max(1.0, want.abs().max().item()))
+assert_right = partial(assert_op_close, rms_norm, reference.rms_norm, eps=EPS)
+assert_add_right = partial(assert_op_close, add_rms_norm, reference.add_rms_norm, eps=EPS)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -1,6 +1,7 @@
 """kernels.skinny_linear against float64, with and without a split of the columns."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.tensors import DEVICE, FLOATS, randn
-from lib.tolerances import assert_close_to_reference
+from lib.tolerances import assert_op_close
 from specdec.kernels.common.weight_first import choose_splits, weight_first_tiles
 from specdec.kernels.reference.skinny_linear import skinny_linear as reference
 from specdec.kernels.skinny_linear import MAX_ROWS, skinny_linear
@@ -19,11 +20,7 @@ def small_integers(generator, *shape):
     return torch.randint(-2, 3, shape, generator=generator).float().to(DEVICE)
 
 
-def assert_right(x, weight):
-    expected = reference(x.double(), weight.double())
-    eager = reference(x, weight, upcast=False)
-    scale = max(1.0, expected.abs().max().item())
-    assert_close_to_reference(skinny_linear(x, weight, backend="triton"), expected, eager, scale=scale)
+assert_right = partial(assert_op_close, skinny_linear, reference)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -1,6 +1,7 @@
 """kernels.swiglu against float64, against transformers' MLP and against what a gate is."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.tensors import DEVICE, FLOATS, randn
-from lib.tolerances import assert_close_to_reference
+from lib.tolerances import assert_op_close
 from specdec.kernels.reference.swiglu import swiglu as reference
 from specdec.kernels.swiglu import _launch_config, swiglu
 
@@ -16,12 +17,7 @@ from specdec.kernels.swiglu import _launch_config, swiglu
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
-def assert_right(gate_up):
-    expected = reference(gate_up.double())
-    scale = max(1.0, expected.abs().max().item())
-    got = swiglu(gate_up, backend="triton")
-    assert got.is_contiguous()
-    assert_close_to_reference(got, expected, reference(gate_up, upcast=False), scale=scale)
+assert_right = partial(assert_op_close, swiglu, reference)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
