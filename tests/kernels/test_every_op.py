@@ -40,7 +40,7 @@ LAST_PROGRAMS = {
     "tree_rerank": (2, 0, 0),
     "warp_logits": (1, 2, 2),
 }
-# Results that depend on how many rows there are by a rounding: so many programs share the keys of one row.
+# How many programs share the keys of a row depends on the number of rows, and the rounding on that.
 INEXACT_ALONE = {"tree_attention"}
 # Trailing dimensions that lie together in memory; of all others the last alone.
 PACKED = {("kv_compact", "cache_"): 2}

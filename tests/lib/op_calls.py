@@ -93,7 +93,8 @@ def calls(sizes):
     states, weight = randn(g, *sizes.heads, BATCH, width), randn(g, *sizes.heads, 70, width)
     heads = randn(g, *(sizes.heads or (1,)), width, width, scale=width**-0.5)
     parts = [randn(g, BATCH, 70) for _ in range(max(2, width // 70 + 1))]
-    mixed, history = 70 * len(parts), randint(g, -1, vocab, BATCH, 5)
+    mixing, bias = randn(g, 2, 70, 70 * len(parts)), randn(g, 2, 70)
+    history = randint(g, -1, vocab, BATCH, 5)
     seeds = int64([2**40 + 3, -5, 9])
     warped = [x[:, : sizes.judged].contiguous() for x in (logits[..., : sizes.warped], tokens, parent)]
     sampling = {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}
@@ -106,7 +107,7 @@ def calls(sizes):
         "add_rms_norm": ((randn(g, BATCH, n, width), randn(g, BATCH, n, width), randn(g, width)), {"eps": 1e-5}),
         "beam_step": (level, {"width": beams, "first_index": 4, "logsumexp": rand(g, BATCH, beams)}),
         "draft_heads": ((states, heads, randn(g, *heads.shape[:2])), {}),
-        "draft_heads_concat": ((parts, *(randn(g, 70, *of) for of in 2 * ((mixed,), ()))), {}),
+        "draft_heads_concat": ((parts, mixing[0], bias[0], mixing[1], bias[1]), {}),
         "kv_compact": ((cache, lengths.clamp(max=2), path, int32([0, path.shape[1] - 1, 2])), {}),
         "lm_head_topk": ((randn(g, 2, BATCH, 16), randn(g, 2, 16 + width // 4, 16)), {"k": 4, "store_logits": True}),
         "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
