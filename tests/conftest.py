@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from lib.interpreter import mend_interpreter
+from lib.tensors import DEVICE
 
 mend_interpreter()
 
@@ -29,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return DEVICE
 
 
 @pytest.fixture

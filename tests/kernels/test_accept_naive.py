@@ -5,52 +5,19 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lib.laws import (
-    DEVICE,
-    FIELDS,
     NUM_TREES,
     assert_same,
     assert_sample_has_law,
     cell_middles,
-    int32,
-    random_limits,
     random_logits,
-    random_parents,
 )
+from lib.tensors import DEVICE, int32
 from specdec.kernels.accept_naive import accept_naive
 from specdec.kernels.common.primitives import tiles_config
 from specdec.kernels.reference.accept_greedy import accept_greedy as greedy_reference
 from specdec.kernels.reference.accept_naive import accept_naive as reference
-
-
-def random_call(generator, *, batch=3, num_nodes=7, vocab=40, shared=True, dtype=torch.float32):
-    tokens = torch.randint(0, min(vocab, 4), (batch, num_nodes), generator=generator, dtype=torch.int32).to(DEVICE)
-    parent = random_parents(generator, num_nodes, rows=1 if shared else batch)
-    logits = random_logits(generator, batch, num_nodes, vocab, dtype=dtype)
-    return tokens, parent, logits, torch.rand(batch, num_nodes, generator=generator).to(DEVICE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [1, 5, 300, 4096, 4097, 9000])
-def test_matches_the_reference(generator, vocab, dtype):
-    call = random_call(generator, vocab=vocab, dtype=dtype, shared=vocab % 2 == 0)
-    limits = random_limits(generator, 3)
-    assert_same(accept_naive(*call, **limits, backend="triton"), reference(*call, **limits))
-
-
-def test_decides_as_the_reference_on_many_trees(generator, quick_tiles):
-    call = random_call(generator, batch=4000 if DEVICE == "cuda" else 500, num_nodes=6, vocab=9, shared=False)
-    expected = reference(*call, max_depth=4)
-    assert_same(accept_naive(*call, max_depth=4, backend="triton"), expected)
-    assert expected.num_accepted.unique().numel() >= 3, "the trees are too easy or too hard to tell anything"
-
-
-def test_large_trees_are_walked_as_in_the_reference(generator):
-    call = random_call(generator, batch=1, num_nodes=300, vocab=6)
-    assert_same(accept_naive(*call, max_depth=9, backend="triton"), reference(*call, max_depth=9))
 
 
 def test_draws_from_every_tile(generator):
@@ -150,22 +117,6 @@ def test_a_sample_of_a_larger_vocabulary_has_the_target_law(generator, accept):
         assert_sample_has_law(verdict.emitted[:, 0], (probs[0] ** 0.5) / (probs[0] ** 0.5).sum())
 
 
-@settings(deadline=None, max_examples=15)
-@given(st.data())
-def test_a_row_of_a_batch_is_the_row_alone(data):
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    call = random_call(
-        generator, num_nodes=data.draw(st.integers(1, 8)), vocab=data.draw(st.integers(1, 70)), shared=False
-    )
-    limits = random_limits(generator, 3)
-    together = accept_naive(*call, **limits, backend="triton")
-    b = data.draw(st.integers(0, 2))
-    alone_limits = {**limits, "budget": limits["budget"][b : b + 1]}
-    alone = accept_naive(*(tensor[b : b + 1] for tensor in call), **alone_limits, backend="triton")
-    for field in FIELDS:
-        assert torch.equal(getattr(alone, field)[0], getattr(together, field)[b])
-
-
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24, 1.0])
 def test_impossible_tokens_are_never_drawn(uniform):
     logits = torch.full((1, 1, 5000), float("-inf"), device=DEVICE)
@@ -181,60 +132,6 @@ def test_nan_counts_as_impossible_and_an_empty_row_yields_a_token():
     call = int32([[0], [0]]), int32([[-1]]), logits, torch.full((2, 1), 0.5, device=DEVICE)
     for accept, kwargs in ((accept_naive, {"backend": "triton"}), (reference, {})):
         assert accept(*call, max_depth=0, **kwargs).next_root.tolist() == [3, 0]
-
-
-def test_strided_inputs_are_read_in_place(generator):
-    tokens, parent, logits, uniform = random_call(generator, num_nodes=12, vocab=64)
-    call = tokens[:, :7], parent[:, :7], logits[:, :7, :50], uniform[:, :7]
-    assert not call[2].is_contiguous()
-    assert_same(accept_naive(*call, max_depth=4, backend="triton"), reference(*call, max_depth=4))
-
-
-def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
-    call = random_call(generator, vocab=9000)
-    assert_same(accept_naive(*call, max_depth=4, backend="triton"), reference(*call, max_depth=4))
-    assert (2, 6, 2) in reversed_programs
-
-
-def test_a_batch_of_no_rows_gives_a_verdict_of_no_rows(generator):
-    tokens, parent, logits, uniform = random_call(generator)
-    call = tokens[:0], parent, logits[:0], uniform[:0]
-    for backend in ("triton", "reference"):
-        assert accept_naive(*call, max_depth=2, backend=backend).path.shape == (0, 3)
-
-
-@pytest.mark.gpu
-def test_a_captured_launch_replays_on_new_inputs(generator):
-    call = random_call(generator, vocab=5000)
-    accept_naive(*call, max_depth=4)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        verdict = accept_naive(*call, max_depth=4)
-    call[3].copy_(call[3].flip(1))
-    graph.replay()
-    assert_same(verdict, reference(*call, max_depth=4))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"tokens": lambda t: t.long()}, TypeError, r"tokens: expected torch.int32, got torch.int64"),
-        ({"logits": lambda t: t.double()}, TypeError, r"logits: expected torch.float32 or .*, got torch.float64"),
-        ({"logits": lambda t: t[:, :3]}, ValueError, r"logits: expected shape \[3, 7, any\], got \[3, 3, 40\]"),
-        ({"logits": lambda t: t[..., :0]}, ValueError, r"logits: expected a vocabulary of at least one token"),
-        ({"logits": lambda t: t[..., ::2]}, ValueError, r"logits: expected stride 1 in the last dimension, got 2"),
-        ({"uniform": lambda t: t[:, 0]}, ValueError, r"uniform: expected shape \[3, 7\], got \[3\]"),
-        ({"uniform": lambda t: t.half()}, TypeError, r"uniform: expected torch.float32, got torch.float16"),
-        ({"uniform": lambda t: t.to("meta")}, ValueError, r"uniform: expected a tensor on"),
-        ({"max_depth": lambda _: -1}, ValueError, r"max_depth: expected 0 or more, got -1"),
-    ],
-)
-def test_wrong_arguments_are_named(generator, change, error, match):
-    args = dict(zip(("tokens", "parent", "logits", "uniform"), random_call(generator), strict=True)) | {"max_depth": 3}
-    for name, function in change.items():
-        args[name] = function(args[name])
-    with pytest.raises(error, match=match):
-        accept_naive(**args)
 
 
 @pytest.mark.parametrize(

@@ -2,77 +2,15 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lib.laws import (
-    DEVICE,
-    FIELDS,
-    assert_same,
-    assert_sample_has_law,
-    draw_tokens,
-    int32,
-    random_limits,
-    random_logits,
-)
+from lib.accept_calls import random_tree, traversal_of, two_leaves
+from lib.accept_calls import traversal_call as random_call
+from lib.laws import FIELDS, assert_same, random_logits, traversal_tables
+from lib.tensors import DEVICE, int32
 from specdec.kernels.accept_traversal import _launch_config, accept_traversal
 from specdec.kernels.common.walk import draw
 from specdec.kernels.reference.accept_traversal import accept_traversal as reference
 from specdec.kernels.reference.accept_traversal import traversal_weights
-
-NAMES = (
-    "tokens", "parent", "logits", "draft_logits", "draft_row", "uniform", "uniform_final", "order", "steps",
-)  # fmt: skip
-
-
-def tables(parent):
-    """Post-order, padding first; and the nodes of each step."""
-    children = [[j for j, above in enumerate(parent) if above == n] for n in range(len(parent))]
-    order, step = [], {0: 0}
-
-    def visit(node):
-        for place, child in enumerate(children[node]):
-            step[child] = step[node] + place + 1
-            visit(child)
-        order.append(node)
-
-    visit(0)
-    steps = [[node for node in step if step[node] == i] for i in range(1, max(step.values()) + 1)]
-    width = max(map(len, steps), default=0)
-    padding = [node for node in range(len(parent)) if node not in step]
-    listed = [row + [-1] * (width - len(row)) for row in steps]
-    return int32(padding + order), int32(listed).view(len(steps), width)
-
-
-def random_tree(generator, num_nodes, *, padding=0.0):
-    """Parents of a tree whose nodes have about two children each, in any order that puts parents first."""
-    parent = [-1]
-    for j in range(1, num_nodes):
-        low = max(0, j // 2 - 2)
-        parent.append(int(torch.randint(low, j, (), generator=generator)))
-        if torch.rand((), generator=generator) < padding:
-            parent[j] = -1
-    return parent
-
-
-def make_call(generator, parent, logits, draft_logits, draft_row, *, exponent=0.5):
-    """Children drawn from their parents' laws; larger uniforms, so that more is refused."""
-    batch, num_nodes = logits.shape[:2]
-    tokens = draw_tokens(generator, int32([parent]), draft_logits, draft_row, False)
-    uniform, uniform_final = torch.rand(batch, num_nodes, generator=generator), torch.rand(batch, generator=generator)
-    return (
-        tokens, int32([parent]), logits, draft_logits, int32(draft_row), (uniform**exponent).to(DEVICE),
-        uniform_final.to(DEVICE), *tables(parent),
-    )  # fmt: skip
-
-
-def random_call(generator, *, batch=3, num_nodes=9, vocab=40, dtype=torch.float32, parent=None, padding=0.0, near=1.0):
-    """Every node has a draft law of its own, in reverse; the target is near the draft."""
-    parent = parent or random_tree(generator, num_nodes, padding=padding)
-    draft_logits = random_logits(generator, batch, len(parent), vocab, dtype=dtype)
-    noise = near * torch.randn(draft_logits.shape, generator=generator).to(DEVICE)
-    logits = (draft_logits.float() + noise).to(dtype)
-    return make_call(generator, parent, logits, draft_logits.flip(1), [*reversed(range(len(parent)))])
 
 
 def clear_rows(call, gap=1e-5):
@@ -89,13 +27,6 @@ def clear_rows(call, gap=1e-5):
     running = law[rows, accepted].cumsum(-1)
     is_sure = ((running - call[6][:, None]).abs() > gap).all(1)
     return (distance.masked_fill(certain, 1.0) > gap).all(1) & is_sure
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [9, 300, 4096, 9000])
-def test_matches_the_reference(generator, vocab, dtype):
-    call, limits = random_call(generator, vocab=vocab, dtype=dtype), random_limits(generator, 3, max_depth=8)
-    assert_same(accept_traversal(*call, **limits, backend="triton"), reference(*call, **limits))
 
 
 TREES = {
@@ -115,17 +46,12 @@ def test_trees_of_all_kinds(generator, quick_tiles, parent):
     assert_same(accept_traversal(*call, **limits, backend="triton"), reference(*call, **limits))
 
 
-def test_large_trees_are_judged_as_in_the_reference(generator, quick_tiles):
-    call = random_call(generator, batch=1, num_nodes=300, vocab=400)
-    assert_same(accept_traversal(*call, max_depth=20, backend="triton"), reference(*call, max_depth=20))
-
-
 @pytest.mark.parametrize("near", [0.3, 1.0, 20.0], ids=["close", "near", "far apart, some tokens impossible"])
 def test_decides_as_the_reference_on_many_trees(generator, quick_tiles, near):
     """Thousands on a GPU. Where a uniform lies within 1e-5 of its threshold, either decision is right."""
     batch = 4000 if DEVICE == "cuda" else 100
     parent = random_tree(generator, 8)
-    call = list(random_call(generator, batch=batch, vocab=9, parent=parent, near=near))
+    call = list(random_call(generator, batch=batch, vocab=9, parent=parent, distance=near))
     expected, got = reference(*call, max_depth=7), accept_traversal(*call, max_depth=7, backend="triton")
     clear = clear_rows(call)
     assert clear.float().mean() > 0.99
@@ -178,12 +104,8 @@ def test_a_filler_before_a_drawn_sibling_changes_nothing(generator, quick_tiles)
 
 def test_a_draft_that_is_sure_of_itself_leaves_an_exact_rest():
     """q(0) = 1 - 5e-7: in fp32 1 - q(0) has an error of some per cent, and so would the second child's threshold."""
-    draft = torch.tensor([16.0, 0.2, 0.1, 0.0], device=DEVICE)
-    target = torch.tensor([0.4, 0.02, 0.28, 0.3], dtype=torch.float64).log().float().to(DEVICE)
-    call = [
-        int32([[9, 0, 1]]), int32([[-1, 0, 0]]), target.expand(1, 3, -1), draft[None, None], int32([0, -1, -1]),
-        torch.ones(1, 3, device=DEVICE), torch.tensor([0.5], device=DEVICE), *tables([-1, 0, 0]),
-    ]  # fmt: skip
+    target = torch.tensor([0.4, 0.02, 0.28, 0.3], dtype=torch.float64).log().tolist()
+    call = *two_leaves(target, [16.0, 0.2, 0.1, 0.0], [1.0, 1.0, 1.0]), *traversal_tables([-1, 0, 0])
     threshold = traversal_weights(*call[:5])[0][0, 2].item()
     assert 0.01 < threshold < 0.99
     for factor, accepted in ((1 - 1e-4, 2), (1 + 1e-4, -1)):
@@ -195,7 +117,7 @@ def test_a_target_that_is_the_draft_accepts_the_first_leaf(generator, quick_tile
     """p = q at every node: all weights are 1, up to uniforms that no generator yields below 1 - 1e-6."""
     parent = [-1, 0, 0, 1, 1, 2]
     logits = random_logits(generator, 20, 6, 30)
-    call = make_call(generator, parent, logits, logits + 3, [*range(6)], exponent=0.1)
+    call = traversal_of(generator, parent, logits, logits + 3, [*range(6)], exponent=0.1)
     verdict = accept_traversal(*call, max_depth=2, backend="triton")
     assert verdict.path.tolist() == [[0, 1, 3]] * 20
     assert_same(verdict, reference(*call, max_depth=2))
@@ -258,116 +180,18 @@ def test_a_finished_row_reads_nothing_and_keeps_its_root(generator):
     assert verdict.next_root[1] == call[0][1, 0]
 
 
-def test_a_sample_of_a_larger_vocabulary_has_the_target_law(generator, quick_tiles):
-    num_rows, vocab = 4000, 12
-    laws = random_logits(generator, 2, vocab, common=3)
-    draft_logits = random_logits(generator, 1, 2, vocab, common=3).expand(num_rows, -1, -1)
-    logits = laws[[0, 1, 1, 0, 0]].expand(num_rows, -1, -1)
-    call = make_call(generator, [-1, 0, 0, 1, 2], logits, draft_logits, [0, 1, 1, -1, -1], exponent=1)
-    verdict = reference(*call, max_depth=2)
-    probs = laws.double().softmax(-1)
-    assert_sample_has_law(verdict.emitted[:, 0], probs[0])
-    assert_sample_has_law(verdict.emitted[verdict.num_accepted >= 1, 1], probs[1])
-    with pytest.raises(AssertionError, match="chi-square"):  # the draft's law is another
-        assert_sample_has_law(verdict.emitted[:, 0], draft_logits[0, 0].double().softmax(-1))
-
-    # the kernel on some of the rows, too few to tell that law apart; on all of them on a GPU
-    some = slice(None if DEVICE == "cuda" else 120)
-    own = [tensor if i in (1, 4, 7, 8) else tensor[some] for i, tensor in enumerate(call)]
-    got, clear = accept_traversal(*own, max_depth=2, backend="triton"), clear_rows(own)
-    for field in FIELDS:
-        assert torch.equal(getattr(got, field)[clear], getattr(verdict, field)[some][clear])
-    assert_sample_has_law(got.emitted[:, 0], probs[0])
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.data())
-def test_a_row_of_a_batch_is_the_row_alone(data):
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    call = random_call(generator, num_nodes=data.draw(st.integers(1, 8)), vocab=data.draw(st.integers(9, 70)))
-    limits = random_limits(generator, 3, max_depth=7)
-    together = accept_traversal(*call, **limits, backend="triton")
-    b = data.draw(st.integers(0, 2))
-    own = [tensor if i in (1, 4, 7, 8) else tensor[b : b + 1] for i, tensor in enumerate(call)]
-    alone = accept_traversal(*own, **{**limits, "budget": limits["budget"][b : b + 1]}, backend="triton")
-    for field in FIELDS:
-        assert torch.equal(getattr(alone, field)[0], getattr(together, field)[b])
-
-
-def test_strided_inputs_are_read_in_place(generator):
-    parent = random_tree(generator, 7)
-    call = random_call(generator, vocab=64, parent=[*parent, 0, 1, 2])
-    narrow = [call[0][:, :7], call[1][:, :7], call[2][:, :7], call[3][:, 3:], call[4][:7] - 3, call[5][:, :7], call[6]]
-    order, steps = tables(parent)
-    wide = torch.full((steps.shape[0], steps.shape[1] + 3), 1, dtype=torch.int32, device=DEVICE)
-    wide[:, : steps.shape[1]] = steps
-    narrow += [order, wide[:, : steps.shape[1]]]
-    assert not any(narrow[i].is_contiguous() for i in (0, 2, 3, 5, 8))
-    assert_same(accept_traversal(*narrow, max_depth=7, backend="triton"), reference(*narrow, max_depth=7))
-
-
-def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
-    call = random_call(generator, vocab=9000, parent=[-1, 0, 0, 0, 1, 1, 2])
-    assert_same(accept_traversal(*call, max_depth=2, backend="triton"), reference(*call, max_depth=2))
-    assert (2, 1, 2) in reversed_programs
-
-
-def test_a_batch_of_no_rows_gives_a_verdict_of_no_rows(generator):
-    call = random_call(generator)
-    empty = [tensor if i in (1, 4, 7, 8) else tensor[:0] for i, tensor in enumerate(call)]
-    for backend in ("triton", "reference"):
-        assert accept_traversal(*empty, max_depth=8, backend=backend).path.shape == (0, 9)
-
-
-@pytest.mark.gpu
-def test_a_captured_launch_replays_on_new_inputs(generator):
-    call = random_call(generator, vocab=5000)
-    accept_traversal(*call, max_depth=8)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        verdict = accept_traversal(*call, max_depth=8)
-    call[5].copy_(call[5].flip(1))
-    graph.replay()
-    assert_same(verdict, reference(*call, max_depth=8))
-
-
 @pytest.mark.gpu
 def test_offsets_beyond_31_bits(generator):
     """2.4e9 logits: the last row of the batch lies behind the reach of an int32."""
     vocab, parent = 262144, [-1, *[0] * 8]
     logits = torch.randn(1024, 9, vocab, device="cuda", dtype=torch.float16)
-    call = make_call(generator, parent, logits[-1:], logits[-1:, :1], [0, *[-1] * 8])
+    call = traversal_of(generator, parent, logits[-1:], logits[-1:, :1], [0, *[-1] * 8])
     whole = [tensor if i in (1, 4, 7, 8) else tensor.expand(1024, *tensor.shape[1:]) for i, tensor in enumerate(call)]
     whole[0], whole[2], whole[3] = whole[0].contiguous(), logits, logits[:, :1]
     verdict = accept_traversal(*whole, max_depth=1)
     alone = accept_traversal(*call, max_depth=1)
     for field in FIELDS:
         assert torch.equal(getattr(verdict, field)[-1:], getattr(alone, field))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"parent": lambda t: t.long()}, TypeError, r"parent: expected torch.int32, got torch.int64"),
-        ({"parent": lambda t: t.repeat(3, 1)}, ValueError, r"parent: expected shape \[1, 9\], got \[3, 9\]"),
-        ({"logits": lambda t: t[:, :3]}, ValueError, r"logits: expected shape \[3, 9, any\], got \[3, 3, 40\]"),
-        ({"draft_logits": lambda t: t[..., :7]}, ValueError, r"draft_logits: expected shape \[3, any, 40\]"),
-        ({"draft_logits": lambda t: t[:, :0]}, ValueError, r"draft_logits: expected at least one law"),
-        ({"draft_row": lambda t: t[:2]}, ValueError, r"draft_row: expected shape \[9\], got \[2\]"),
-        ({"uniform": lambda t: t.double()}, TypeError, r"uniform: expected torch.float32, got torch.float64"),
-        ({"uniform_final": lambda t: t[None]}, ValueError, r"uniform_final: expected shape \[3\], got \[1, 3\]"),
-        ({"order": lambda t: t[1:]}, ValueError, r"order: expected shape \[9\], got \[8\]"),
-        ({"order": lambda t: t.long()}, TypeError, r"order: expected torch.int32, got torch.int64"),
-        ({"steps": lambda t: t[0]}, ValueError, r"steps: expected shape \[any, any\]"),
-        ({"steps": lambda t: t.to("meta")}, ValueError, r"steps: expected a tensor on"),
-    ],
-)
-def test_wrong_arguments_are_named(generator, change, error, match):
-    args = dict(zip(NAMES, random_call(generator), strict=True))
-    for name, function in change.items():
-        args[name] = function(args[name])
-    with pytest.raises(error, match=match):
-        accept_traversal(**args, max_depth=8)
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,18 @@ import inspect
 import pytest
 import torch
 
-from lib.laws import assert_same, int32
-from lib.op_calls import CALLS, LAUNCHERS, call_of
+from lib.accept_calls import RULES
+from lib.laws import assert_same
+from lib.op_calls import CALLS, LAUNCHERS, arguments_of
+from lib.tensors import DEVICE, float32, int32
 from specdec.kernels.common import walk
 from specdec.kernels.common.check import MAX_NODES, check_parent
 from specdec.kernels.common.dynamic_tree import RerankedTree
 from specdec.kernels.reference import sample_probs as sample_reference
 from specdec.kernels.reference import tree_rerank as rerank_reference
-from specdec.kernels.reference.accept_greedy import accept_greedy as greedy_reference
-from specdec.kernels.reference.accept_naive import accept_naive as naive_reference
-from specdec.kernels.reference.accept_rejection import accept_rejection as rejection_reference
-from specdec.kernels.reference.accept_typical import accept_typical as typical_reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WITH_PARENT = sorted(name for name, launcher in LAUNCHERS.items() if "parent" in inspect.signature(launcher).parameters)
 OF_NODES = [name for name in WITH_PARENT if name != "tree_rerank"]
-
-
-def arguments_of(name, **changes):
-    """The arguments of an op's call by their names, changed."""
-    args, kwargs = call_of(name)
-    bound = inspect.signature(LAUNCHERS[name]).bind(*args, **kwargs)
-    return {**bound.arguments, **changes}
 
 
 def on_cpu(arguments):
@@ -34,10 +24,8 @@ def on_cpu(arguments):
 
 
 def test_these_are_the_ops_with_parents():
-    assert {*WITH_PARENT} == {
-        "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal", "accept_typical", "sample_probs",
-        "tree_rerank", "warp_logits",
-    }  # fmt: skip
+    rules = {f"accept_{rule}" for rule in ("greedy", "naive", "rejection", "traversal", "typical")}
+    assert {*WITH_PARENT} == rules | {"sample_probs", "tree_rerank", "warp_logits"}
 
 
 NODE_CASES = {
@@ -54,7 +42,7 @@ NODE_CASES = {
 @pytest.mark.parametrize("name", OF_NODES)
 def test_parents_that_are_no_earlier_nodes_are_refused(name, case, backend):
     parent, got = NODE_CASES[case]
-    tokens = int32([[1, 2, 3, 4], [4, 3, 2, 1]])
+    tokens = int32([[1, 2, 3, 4]] * 3)
     arguments = on_cpu(arguments_of(name, parent=int32([parent]), tokens=tokens, backend=backend))
     with pytest.raises(ValueError, match=f"parent: expected -1 or an earlier node, {got}"):
         LAUNCHERS[name](**arguments)
@@ -67,10 +55,10 @@ def test_the_row_of_a_bad_parent_is_named():
     check_parent(torch.empty(0, 4))
 
 
-@pytest.mark.parametrize(("parent", "got"), [(4, "4 at place 1 of row 0"), (-2, "-2 at place 1 of row 0")])
+@pytest.mark.parametrize(("parent", "got"), [(8, "8 at place 1 of row 0"), (-2, "-2 at place 1 of row 0")])
 def test_parents_beyond_the_pool_are_refused(parent, got):
-    arguments = on_cpu(arguments_of("tree_rerank", parent=int32([[-1, parent], [-1, 0]])))
-    with pytest.raises(ValueError, match=f"parent: expected -1 or a candidate below 4, got {got}"):
+    arguments = on_cpu(arguments_of("tree_rerank", parent=int32([[-1, parent], [-1, 0], [-1, 0]])))
+    with pytest.raises(ValueError, match=f"parent: expected -1 or a candidate below 8, got {got}"):
         LAUNCHERS["tree_rerank"](**arguments)
 
 
@@ -81,12 +69,7 @@ def test_a_gpu_is_not_asked():
 
 # What no launcher refuses on a GPU: the kernels run on it, in bounds, to an end
 
-UNCHECKED = {
-    "accept_greedy": greedy_reference,
-    "accept_naive": naive_reference,
-    "accept_rejection": rejection_reference,
-    "accept_typical": typical_reference,
-}
+UNCHECKED = [name for name in RULES if name != "traversal"]
 WILD = [
     [3, 0, 5, 0, 4, 2, 10**6],  # a root with a parent, a circle, a node above itself, a far one
     [-1, 0, 0, -7, 1, 2, 3],
@@ -106,33 +89,19 @@ def as_padding(parent):
     return torch.where((parent >= 0) & (parent < torch.arange(parent.shape[1], device=parent.device)), parent, -1)
 
 
-def wild_call(name, generator):
-    batch, num_nodes, vocab = len(WILD), len(WILD[0]), 3
-    tokens = torch.randint(0, vocab, (batch, num_nodes), generator=generator, dtype=torch.int32).to(DEVICE)
-    logits = torch.randn(batch, num_nodes, vocab, generator=generator).to(DEVICE)
-    uniform = torch.rand(batch, num_nodes, generator=generator).to(DEVICE)
-    last = uniform[:, 0].contiguous()
-    rows = torch.arange(num_nodes, dtype=torch.int32, device=DEVICE)
-    return tokens, {
-        "accept_greedy": ((tokens.roll(-1, 1),), {}),
-        "accept_naive": ((logits, uniform), {}),
-        "accept_rejection": ((logits, logits.flip(2), rows, uniform, last), {"replacement": True}),
-        "accept_typical": ((logits, last), {"threshold": 0.2, "alpha": 0.5}),
-    }[name]
-
-
 @pytest.mark.parametrize("name", UNCHECKED)
 def test_a_node_with_a_wild_parent_is_padding(generator, unchecked, name):
     parent = int32(WILD)
     for _ in range(5):
-        tokens, (rest, keywords) = wild_call(name, generator)
-        verdict = LAUNCHERS[name](tokens, parent, *rest, max_depth=6, **keywords, backend="triton")
-        assert_same(verdict, UNCHECKED[name](tokens, as_padding(parent), *rest, max_depth=6, **keywords))
+        tokens, _, *rest = RULES[name].call(generator, batch=len(WILD), num_nodes=7, vocab=7, shared=False)
+        verdict = RULES[name].kernel(tokens, parent, *rest, max_depth=6, **RULES[name].options, backend="triton")
+        expected = RULES[name].reference(tokens, as_padding(parent), *rest, max_depth=6, **RULES[name].options)
+        assert_same(verdict, expected)
 
 
 def test_a_climb_ends_at_a_wild_parent(generator, unchecked):
     parent = int32(WILD)
-    tokens, ((logits, _), _) = wild_call("accept_naive", generator)
+    tokens, _, logits, _ = RULES["naive"].call(generator, batch=len(WILD), num_nodes=7, vocab=7)
     got = LAUNCHERS["warp_logits"](logits, tokens, parent, repetition_penalty=1.5, backend="triton")
     expected = sample_reference.warp_logits(logits, tokens, as_padding(parent), repetition_penalty=1.5)
     torch.testing.assert_close(got, expected)
@@ -157,10 +126,10 @@ def test_tokens_that_are_none_are_not_looked_up(generator, wild):
     typical = LAUNCHERS["accept_typical"](
         tokens, parent, logits, None, max_depth=1, threshold=0.1, alpha=1.0, backend="triton"
     )
+    drafts = logits[:, :1], int32([0, 5, 5]), uniform, uniform[:, 0].contiguous()
     rejection = LAUNCHERS["accept_rejection"](
-        tokens, parent, logits, logits[:, :1], int32([0, 5, 5]), uniform, uniform[:, 0].contiguous(),
-        max_depth=1, replacement=True, backend="triton",
-    )  # fmt: skip
+        tokens, parent, logits, *drafts, max_depth=1, replacement=True, backend="triton"
+    )
     for verdict in (typical, rejection):
         assert 1 not in verdict.path.tolist()[0]
         assert verdict.num_accepted.item() in (0, 1)
@@ -168,14 +137,11 @@ def test_tokens_that_are_none_are_not_looked_up(generator, wild):
 
 def test_no_draft_law_is_read_without_a_walk():
     """exp(100) is infinite, and 0 times that is no mass."""
-    draft_logits = torch.full((1, 1, 4), 100.0, device=DEVICE)
-    logits = torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE).log()[None, None]
-    for uniform, expected in ((0.05, 0), (0.2, 1), (0.5, 2), (0.9, 3)):
-        verdict = LAUNCHERS["accept_rejection"](
-            int32([[0]]), int32([[-1]]), logits, draft_logits, int32([0]), torch.ones(1, 1, device=DEVICE),
-            torch.tensor([uniform], device=DEVICE), max_depth=0, replacement=True, backend="triton",
-        )  # fmt: skip
-        assert verdict.next_root.item() == expected
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE).log().expand(4, 1, -1)
+    drafts = torch.full((4, 1, 4), 100.0, device=DEVICE), int32([0]), torch.ones(4, 1, device=DEVICE)
+    call = int32([[0]] * 4), int32([[-1]]), logits, *drafts, float32([0.05, 0.2, 0.5, 0.9])
+    verdict = LAUNCHERS["accept_rejection"](*call, max_depth=0, replacement=True, backend="triton")
+    assert verdict.next_root.tolist() == [0, 1, 2, 3]
 
 
 # Sizes
@@ -194,7 +160,7 @@ def too_large(name):
         "sample_probs": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},
         "tree_expand": {"row": nodes[0], "rank": nodes[0], "depth": nodes[0]},
         "tree_rerank": {"num_nodes": MAX_NODES + 1},
-        "warp_logits": {"tokens": nodes, "parent": parent, "logits": floats},
+        "warp_logits": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},
     }[name]
 
 
@@ -222,12 +188,22 @@ SINGLE = {name for name in CALLS if sum(case[0] == name for case in TENSORS) == 
 OF_ANY_SHAPE = {("rms_norm", "x"), ("swiglu", "gate_up")}  # all but the last dimension are rows
 
 
+OTHER_WIDTH = {torch.int32: torch.int64, torch.int64: torch.int32, torch.float32: torch.float64}
+OF_EITHER_WIDTH = {
+    ("beam_step", "tokens"),
+    ("tree_rerank", "tokens"),
+    ("tree_expand", "candidates"),
+    ("kv_compact", "cache_"),
+}
+
+
 @pytest.mark.parametrize(("name", "argument"), TENSORS)
 def test_another_dtype_is_refused(name, argument):
-    wrong = arguments_of(name)
-    wrong[argument] = wrong[argument].to(torch.complex64)
-    with pytest.raises(TypeError, match=rf"^{argument}: expected torch\.\w+( or .*)?, got torch.complex64"):
-        LAUNCHERS[name](**wrong)
+    tensor = arguments_of(name)[argument]
+    for dtype in (torch.complex64, OTHER_WIDTH[tensor.dtype])[: 1 if (name, argument) in OF_EITHER_WIDTH else 2]:
+        wrong = arguments_of(name, **{argument: tensor.to(dtype)})
+        with pytest.raises(TypeError, match=rf"^{argument}: expected torch\.\w+( or .*)?, got {dtype}"):
+            LAUNCHERS[name](**wrong)
 
 
 @pytest.mark.parametrize(("name", "argument"), [case for case in TENSORS if case not in OF_ANY_SHAPE])

@@ -5,14 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lib.tensors import DEVICE, int32
 from specdec.kernels.kv_compact import _launch_config, kv_compact
 from specdec.kernels.reference.kv_compact import kv_compact as reference
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def numbered_cache(shape, dtype=torch.float32):
@@ -86,20 +81,6 @@ def test_fewer_accepted_than_the_path_has():
     assert_compacts(numbered_cache((1, 2, 1, 16, 1, 4)), [3], [[0, 4, 6, 8]], [2])
 
 
-def test_strided_cache():
-    wide = numbered_cache((4, 2, 3, 16, 2, 4))
-    untouched = wide.clone()
-    view = wide[::2, :, :2, 2:]
-    assert_compacts(view, [1, 4], [[0, 2, 5], [0, 3]], [2, 1])
-    untouched[::2, :, :2, 2:] = view
-    assert torch.equal(wide, untouched)
-
-
-def test_order_of_the_programs_does_not_matter(reversed_programs):
-    assert_compacts(numbered_cache((2, 2, 2, 32, 10, 64)), [3, 5], [[0, 2, 5, 9], [0, *range(2, 12)]], [3, 10])
-    assert len(reversed_programs) == 2 * 4 * 2  # two column tiles, two layers of keys and values, two requests
-
-
 @st.composite
 def trees_and_paths(draw):
     """A random tree per request by its parents, and the path from the root to a random node of it."""
@@ -144,27 +125,6 @@ def test_a_large_cache_is_addressed_beyond_32_bits():
     kv_compact(cache, int32([299_990] * 2), int32([[0, 9]] * 2), int32([1] * 2), backend="triton")
     assert torch.equal(cache.sum(3), torch.full_like(cache[:, :, :, 0], 2.0))
     assert (cache[:, :, :, 299_991] == 1.0).all()
-
-
-CACHE = torch.zeros(1, 2, 2, 8, 2, 4)
-REJECTED = {
-    "int cache": ({"cache_": CACHE.int()}, TypeError, r"cache_: expected torch.float16 or"),
-    "five dimensions": ({"cache_": CACHE[0]}, ValueError, r"cache_: expected shape \[any, 2, any, any, any, any\]"),
-    "keys alone": ({"cache_": CACHE[:, :1]}, ValueError, r"cache_: expected shape \[any, 2"),
-    "heads apart": ({"cache_": CACHE.transpose(3, 4)}, ValueError, r"cache_: expected stride 4 between heads, got 8"),
-    "lengths": ({"lengths": torch.zeros(3).int()}, ValueError, r"lengths: expected shape \[2\], got \[3\]"),
-    "long path": ({"path": torch.zeros(2, 3).long()}, TypeError, r"path: expected torch.int32, got torch.int64"),
-    "path of one row": ({"path": torch.zeros(1, 3).int()}, ValueError, r"path: expected shape \[2, any\]"),
-    "num_accepted": ({"num_accepted": torch.zeros(2, 1).int()}, ValueError, r"num_accepted: expected shape \[2\]"),
-}
-
-
-@pytest.mark.parametrize(("change", "error", "message"), REJECTED.values(), ids=REJECTED.keys())
-def test_wrong_arguments_are_rejected(change, error, message):
-    args = {"cache_": CACHE, "lengths": int32([0, 0]).cpu(), "path": int32([[0, 1, 2]] * 2).cpu()}
-    args |= {"num_accepted": int32([0, 0]).cpu()}
-    with pytest.raises(error, match=message):
-        kv_compact(**args | change)
 
 
 @pytest.mark.parametrize(

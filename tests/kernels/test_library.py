@@ -1,6 +1,5 @@
 """kernels.library: every op is one node for torch.compile and torch.export, and eager calls do not notice."""
 
-import dataclasses
 import io
 import operator
 
@@ -8,16 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.op_calls import CALLS, LAUNCHERS, call_of, int32, rand
+from lib.op_calls import CALLS, LAUNCHERS, call_of, tensors_of
+from lib.tensors import int32, randn
 from specdec.kernels.common import library
 from specdec.kernels.common.dynamic_tree import Beam
 
 
-def tensors_of(result):
-    """The tensors of a result, with None for what is not there."""
-    if dataclasses.is_dataclass(result):
-        return [getattr(result, field.name) for field in dataclasses.fields(result)]
-    return [result] if result is None or isinstance(result, torch.Tensor) else list(result)
+def rand(*shape):
+    """The same for the same shape."""
+    return randn(torch.Generator().manual_seed(sum(shape)), *shape)
 
 
 def assert_same(got, expected):
@@ -81,11 +79,10 @@ STEP_OPS = ["rms_norm", "swiglu", "rope_kv_write", "tree_attention", "accept_gre
 def step_inputs(batch=2):
     slots = int32([[5, 6, 7], [2, 3, 4], [0, 1, 2]])[:batch].contiguous()
     positions = int32([[5, 6, 6], [2, 3, 3], [0, 1, 1]])[:batch].contiguous()
-    return (
-        rand(batch, 3, 8), rand(8), rand(batch, 3, 4, 16), rand(batch, 3, 2, 16), positions, rand(9, 16), slots,
-        rand(2, 2, batch, 8, 2, 16), slots[:, 0].contiguous(), int32([[[1], [3], [5]]]),
-        int32([[1, 2, 2], [3, 4, 4], [5, 9, 9]])[:batch].contiguous(),
-    )  # fmt: skip
+    tokens = int32([[1, 2, 2], [3, 4, 4], [5, 9, 9]])[:batch].contiguous()
+    states = rand(batch, 3, 8), rand(8), rand(batch, 3, 4, 16), rand(batch, 3, 2, 16)
+    cache, words = rand(2, 2, batch, 8, 2, 16), int32([[[1], [3], [5]]])
+    return *states, positions, rand(9, 16), slots, cache, slots[:, 0].contiguous(), words, tokens
 
 
 def ops_in(graph):

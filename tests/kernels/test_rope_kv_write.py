@@ -5,18 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lib.tensors import DEVICE, FLOATS, int32
 from lib.tolerances import assert_close_to_reference
 from specdec.kernels.reference.rope_kv_write import rope_kv_write as reference
 from specdec.kernels.rope_kv_write import _launch_config, rope_kv_write
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAMES = ("q", "k", "v", "positions", "cos_sin_table", "slots", "k_cache_", "v_cache_")
 NUM_POSITIONS = 50
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def table_of(angles):
@@ -95,7 +90,7 @@ def test_a_quarter_turn_written_by_hand(backend):
     assert args["k_cache_"][0, [0, 2]].count_nonzero() == args["v_cache_"][0, [0, 2]].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -120,10 +115,8 @@ def llama_rope(head_dim, scaled):
     if scaled:
         rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    config = llama.LlamaConfig(
-        hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=NUM_POSITIONS,
-        rope_parameters=rope,
-    )  # fmt: skip
+    sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
+    config = llama.LlamaConfig(**sizes, max_position_embeddings=NUM_POSITIONS, rope_parameters=rope)
     module = llama.LlamaRotaryEmbedding(config).to(DEVICE)
     cos, sin = module(torch.zeros((), device=DEVICE), torch.arange(NUM_POSITIONS, device=DEVICE)[None])
     half = head_dim // 2
@@ -135,7 +128,7 @@ def llama_rope(head_dim, scaled):
 def test_equals_the_rotary_positions_of_llama(generator, head_dim, scaled):
     """Bit by bit; but Triton's interpreter cuts bfloat16 off."""
     module, apply_rotary, table = llama_rope(head_dim, scaled)
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         args = random_call(generator, tokens=5, heads=6, kv_heads=3, head_dim=head_dim, dtype=dtype)
         args["cos_sin_table"] = table
         cos, sin = module(args["q"], args["positions"].long())
@@ -200,79 +193,11 @@ def test_position_zero_turns_nothing(generator):
     assert torch.equal(q, args["q"])
 
 
-def test_strided_inputs_and_caches_are_used_in_place(generator):
-    args = random_call(generator, tokens=3, heads=4, kv_heads=2, head_dim=16)
-    fused = torch.randn(2, 3, 8 * 16, generator=generator).to(DEVICE)  # q, k and v of one projection
-    args["q"], args["k"], args["v"] = (x.unflatten(2, (-1, 16)) for x in fused.split([64, 32, 32], dim=2))
-    memory = torch.zeros(2, 2, 9, 2, 16, device=DEVICE)
-    memory[0], memory[1] = 77.0, 78.0
-    args["k_cache_"], args["v_cache_"] = memory[0], memory[1]
-    assert not args["q"].is_contiguous()
-    assert_right(args)
-    args["slots"] = int32([[3, 8, 5, 1, 0], [2, 0, 1, 4, 6]])[:, 1:4]
-    assert_right(args)
-    heads_first = args | {name: args[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
-    assert_right(heads_first)
-    rope_kv_write(**args, backend="triton")
-    expected = run(reference, args, upcast=False)
-    torch.testing.assert_close(memory[0], expected[1])
-    assert torch.equal(memory[1], expected[2])
-
-
-@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0)])
-def test_no_tokens(generator, batch, tokens):
+def test_no_tokens(generator):
     args = random_call(generator)
-    shortened = ("q", "k", "v", "positions", "slots")
-    args |= {name: args[name][:batch, :tokens] for name in shortened}
-    args |= {name: args[name][:batch] for name in ("k_cache_", "v_cache_")}
+    args |= {name: args[name][:, :0] for name in ("q", "k", "v", "positions", "slots")}
     for backend in ("triton", "reference"):
-        assert run(rope_kv_write, args, backend=backend)[0].shape == (batch, tokens, 4, 16)
-
-
-def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
-    assert_right(random_call(generator, tokens=3, heads=5, kv_heads=2, skip=0.3))
-    assert len(reversed_programs) == 2 * 3 * (3 + 1)
-
-
-@pytest.mark.gpu
-def test_a_captured_launch_replays_on_new_inputs(generator):
-    args = random_call(generator, head_dim=128)
-    rope_kv_write(**args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        q = rope_kv_write(**args)
-    args["q"].mul_(-2.0)
-    args["positions"].copy_(args["positions"].flip(1))
-    args["slots"].copy_(args["slots"].flip(1))
-    graph.replay()
-    torch.testing.assert_close((q, args["k_cache_"], args["v_cache_"]), run(reference, args))
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "error", "match"),
-    [
-        ("q", lambda t: t.double(), TypeError, r"q: expected torch.float32 or .* got torch.float64"),
-        ("q", lambda t: t[..., :15], ValueError, r"q: expected an even head dimension of 2 to 256, got 15"),
-        ("q", lambda t: t.repeat(1, 1, 1, 17), ValueError, r"q: expected an even head dimension .* got 272"),
-        ("q", lambda t: t[0], ValueError, r"q: expected shape \[any, any, any, any\], got \[3, 4, 16\]"),
-        ("k", lambda t: t.half(), TypeError, r"k: expected torch.float32, got torch.float16"),
-        ("k", lambda t: t[:, :2], ValueError, r"k: expected shape \[2, 3, any, 16\], got \[2, 2, 2, 16\]"),
-        ("k", lambda t: t[:, :, :0], ValueError, r"k: expected at least one head, as of q, got 0, and 4 of q"),
-        ("v", lambda t: t[:, :, :1], ValueError, r"v: expected shape \[2, 3, 2, 16\], got \[2, 3, 1, 16\]"),
-        ("positions", lambda t: t.long(), TypeError, r"positions: expected torch.int32, got torch.int64"),
-        ("cos_sin_table", lambda t: t.half(), TypeError, r"cos_sin_table: expected torch.float32, got torch.float16"),
-        ("cos_sin_table", lambda t: t[:, :8], ValueError, r"cos_sin_table: expected shape \[any, 16\], got \[50, 8\]"),
-        ("slots", lambda t: t[:1], ValueError, r"slots: expected shape \[2, 3\], got \[1, 3\]"),
-        ("k_cache_", lambda t: t.to("meta"), ValueError, r"k_cache_: expected a tensor on"),
-        ("k_cache_", lambda t: t[:, :, :1], ValueError, r"k_cache_: expected shape \[2, any, 2, 16\], got"),
-        ("v_cache_", lambda t: t[:, :4], ValueError, r"v_cache_: expected shape \[2, 9, 2, 16\], got \[2, 4, 2, 16\]"),
-    ],
-)
-def test_wrong_arguments_are_named(generator, name, change, error, match):
-    args = random_call(generator)
-    args[name] = change(args[name])
-    with pytest.raises(error, match=match):
-        rope_kv_write(**args)
+        assert run(rope_kv_write, args, backend=backend)[0].shape == (2, 0, 4, 16)
 
 
 @pytest.mark.parametrize(

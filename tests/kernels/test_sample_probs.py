@@ -12,7 +12,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from lib.laws import DEVICE, assert_sample_has_law, int32, random_logits, random_parents
+from lib.laws import assert_sample_has_law, random_logits, random_parents
+from lib.tensors import DEVICE, FLOATS, int32
 from lib.tolerances import FLOOR
 from specdec.kernels.reference import sample_probs as reference
 from specdec.kernels.sample_probs import _launch_config, sample_probs, sample_race, warp_logits
@@ -65,13 +66,18 @@ def test_half_precision_matches_the_reference(generator, dtype):
     )
 
 
+PROCESSORS = {
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
+
+
 def by_transformers(logits, ids, chosen):
-    steps = [
-        ("repetition_penalty", RepetitionPenaltyLogitsProcessor), ("temperature", TemperatureLogitsWarper),
-        ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper),
-    ]  # fmt: skip
     scores = logits[None].float()
-    for name, processor in steps:
+    for name, processor in PROCESSORS.items():
         if name in chosen:
             scores = processor(chosen[name])(ids[None].long(), scores)
     return scores[0]
@@ -134,7 +140,7 @@ def test_tokens_outside_the_vocabulary_are_not_penalised(generator):
     assert torch.equal(got, logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("vocab", [1, 300, 1025, 9000])
 def test_races_end_as_in_the_reference(generator, vocab, dtype):
     logits = random_logits(generator, 2, 5, vocab, dtype=dtype)
@@ -202,80 +208,6 @@ def test_sample_probs_is_both_in_turn(generator):
         assert torch.equal(processed, expected)
         assert torch.equal(sampled, sample_race(processed, **names, seed=3, backend=backend))
         assert (processed.gather(2, sampled.long()[..., None]) > float("-inf")).all()
-
-
-def test_strided_inputs_are_read_in_place(generator):
-    logits, tokens, parent, history = random_call(generator, num_nodes=6, vocab=64)
-    call = logits[:, :4, :50], tokens[:, :4] % 50, parent[:, :4], history[:, :7]
-    assert not call[0].is_contiguous()
-    got = warp_logits(*call, **SETTINGS["all"], backend="triton")
-    assert got.is_contiguous()
-    assert_same_kept(got, reference.warp_logits(*call, **SETTINGS["all"]))
-
-
-def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
-    logits, tokens, parent, history = random_call(generator, vocab=5000)
-    names = {"row_ids": int32([0, 1]), "step": int32([7])}
-    args = {**names, "tokens": tokens, "parent": parent, "history": history, "seed": 3, **SETTINGS["all"]}
-    sampled, processed = sample_probs(logits, **args, backend="triton")
-    expected, expected_processed = reference.sample_probs(logits, **args)
-    assert_same_kept(processed, expected_processed)
-    assert torch.equal(sampled, expected)
-    assert (1, 2, 1) in reversed_programs
-
-
-def test_a_batch_of_no_rows_gives_no_rows(generator):
-    logits, tokens, parent, history = random_call(generator)
-    for backend in ("triton", "reference"):
-        sampled, processed = sample_probs(
-            logits[:0], int32([])[:0], int32([0]), tokens[:0], parent, history[:0], seed=0, top_k=4, backend=backend
-        )
-        assert (sampled.shape, processed.shape) == ((0, 3), (0, 3, 40))
-
-
-@pytest.mark.gpu
-def test_a_captured_launch_draws_anew_at_every_step(generator):
-    logits, step = random_logits(generator, 2, 5, 5000), int32([0])
-    call = logits, int32([0, 1]), step
-    sample_race(*call, seed=3)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sampled = sample_race(*call, seed=3)
-    step.fill_(9)
-    graph.replay()
-    assert torch.equal(sampled, reference.sample_race(*call, seed=3))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"logits": torch.zeros(2, 3, 4, dtype=torch.float64)}, TypeError, r"logits: expected torch.float32 or"),
-        ({"logits": torch.zeros(3, 4)}, ValueError, r"logits: expected shape \[any, any, any\], got \[3, 4\]"),
-        ({"tokens": None}, ValueError, r"parent: expected None, as tokens"),
-        ({"parent": None}, ValueError, r"parent: expected a tensor, as tokens"),
-        ({"parent": torch.zeros(3, 3).int()}, ValueError, r"parent: expected 2 rows or 1, got shape \[3, 3\]"),
-        ({"tokens": torch.zeros(2, 2).int()}, ValueError, r"tokens: expected shape \[2, 3\], got \[2, 2\]"),
-        ({"history": torch.zeros(2, 5)}, TypeError, r"history: expected torch.int32, got torch.float32"),
-        ({"row_ids": torch.zeros(3).int()}, ValueError, r"row_ids: expected shape \[2\], got \[3\]"),
-        ({"step": torch.zeros(()).int()}, ValueError, r"step: expected shape \[1\], got \[\]"),
-        ({"seed": -1}, ValueError, r"seed: expected 0 to 2\*\*63 - 1, got -1"),
-        ({"temperature": 0.0}, ValueError, r"temperature: expected more than 0, got 0.0"),
-        ({"top_k": 0}, ValueError, r"top_k: expected 1 or more, got 0"),
-        ({"top_p": 1.1}, ValueError, r"top_p: expected 0 to 1, got 1.1"),
-        ({"min_p": -0.1}, ValueError, r"min_p: expected 0 to 1, got -0.1"),
-        ({"repetition_penalty": 0.0}, ValueError, r"repetition_penalty: expected more than 0, got 0.0"),
-    ],
-)
-def test_wrong_arguments_are_named(generator, change, error, match):
-    names = ("logits", "tokens", "parent", "history")
-    args = dict(zip(names, random_call(generator), strict=True)) | {
-        "row_ids": int32([0, 1]),
-        "step": int32([0]),
-        "seed": 0,
-    }
-    changed = {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in change.items()}
-    with pytest.raises(error, match=match):
-        sample_probs(**{**args, **changed})
 
 
 @pytest.mark.parametrize(

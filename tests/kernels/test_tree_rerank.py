@@ -7,22 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lib.tensors import DEVICE, float32, int32
 from specdec.kernels.common.check import MAX_NODES
 from specdec.kernels.reference import tree_rerank as reference
 from specdec.kernels.tree_rerank import MAX_POOL, _beam_config, _rerank_config, beam_step, tree_rerank
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BEAM_FIELDS = ("index", "row", "tokens", "logps", "candidate_logps")
 TREE_FIELDS = ("tokens", "parent", "depth", "ancestors", "reach", "index")
 INT_BOUND = 2**32
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def float32(values):
-    return torch.tensor(values, dtype=torch.float32, device=DEVICE)
 
 
 def assert_same(got, expected, fields):
@@ -261,108 +253,6 @@ def test_a_child_that_claims_to_beat_its_parent_does_not():
     for backend in ("triton", "reference"):
         assert tree_rerank(*call, num_nodes=2, max_depth=2, backend=backend).index.tolist() == [[-1, 1]]
         assert tree_rerank(*call, num_nodes=3, max_depth=2, backend=backend).index.tolist() == [[-1, 0, 1]]
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.data())
-def test_a_row_of_a_batch_is_the_row_alone(data):
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, INT_BOUND)))
-    pool, level = random_pool(generator, batch=3), random_level(generator, batch=3, ties=True)
-    b = data.draw(st.integers(0, 2))
-    tree = tree_rerank(*pool, num_nodes=12, max_depth=4, backend="triton")
-    alone = tree_rerank(*(tensor[b : b + 1] for tensor in pool), num_nodes=12, max_depth=4, backend="triton")
-    for field in TREE_FIELDS:
-        assert torch.equal(getattr(alone, field)[0], getattr(tree, field)[b])
-    beam = beam_step(*level, width=5, backend="triton")
-    alone = beam_step(*(tensor[b : b + 1] for tensor in level), width=5, backend="triton")
-    for field in BEAM_FIELDS:
-        assert torch.equal(getattr(alone, field)[0], getattr(beam, field)[b])
-
-
-def test_strided_inputs_are_read_in_place(generator):
-    tokens, logps, parent, root = random_pool(generator, lists=10, ranks=9)
-    call = tokens[:, ::2, 2:6], logps[:, ::2, 3:7], parent[:, :5] % 20, root
-    assert not call[0].is_contiguous()
-    tree = tree_rerank(*call, num_nodes=9, max_depth=4, backend="triton")
-    assert_same(tree, reference.tree_rerank(*call, num_nodes=9, max_depth=4), TREE_FIELDS)
-    level = call[0], call[1], logps[:, :5, 0]
-    with pytest.raises(ValueError, match="beam_logps: expected stride 1"):
-        beam_step(*level, width=4)
-    level = call[0], call[1], logps[:, 0, :5]
-    assert_same(beam_step(*level, width=4, backend="triton"), reference.beam_step(*level, width=4), BEAM_FIELDS)
-
-
-def test_the_order_of_programs_does_not_matter(generator, reversed_programs):
-    pool = random_pool(generator, batch=3)
-    tree = tree_rerank(*pool, num_nodes=20, max_depth=4, backend="triton")
-    assert_same(tree, reference.tree_rerank(*pool, num_nodes=20, max_depth=4), TREE_FIELDS)
-    assert [x for x, _, _ in reversed_programs] == [2, 1, 0]
-
-
-def test_a_batch_of_no_rows(generator):
-    pool = [tensor[:0] for tensor in random_pool(generator)]
-    for backend in ("triton", "reference"):
-        tree = tree_rerank(*pool, num_nodes=40, max_depth=4, backend=backend)
-        assert tree.ancestors.shape == (0, 40, 2)
-        assert beam_step(pool[0], pool[1], pool[1][:, 0].repeat(1, 3)[:, :9], width=4, backend=backend).index.shape == (
-            0,
-            4,
-        )
-
-
-@pytest.mark.gpu
-def test_a_captured_launch_replays_on_new_inputs(generator):
-    pool = random_pool(generator, lists=51, ranks=10)
-    tree_rerank(*pool, num_nodes=60, max_depth=6)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tree = tree_rerank(*pool, num_nodes=60, max_depth=6)
-    pool[1].copy_(pool[1].flip(2))
-    graph.replay()
-    assert_same(tree, reference.tree_rerank(*pool, num_nodes=60, max_depth=6), TREE_FIELDS)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "error", "match"),
-    [
-        ("tokens", lambda t: t.float(), TypeError, r"tokens: expected torch.int32 or torch.int64, got"),
-        ("tokens", lambda t: t[0], ValueError, r"tokens: expected shape \[any, any, any\], got \[9, 4\]"),
-        ("tokens", lambda t: t[:, :0], ValueError, r"tokens: expected 1 to 2048 candidates per request"),
-        ("tokens", lambda t: t.repeat(1, 1, 57), ValueError, r"tokens: expected 1 to 2048 .* got shape \[2, 9, 228\]"),
-        ("logps", lambda t: t.double(), TypeError, r"logps: expected torch.float32, got torch.float64"),
-        ("logps", lambda t: t[:, :2], ValueError, r"logps: expected shape \[2, 9, 4\], got \[2, 2, 4\]"),
-        ("parent", lambda t: t.long(), TypeError, r"parent: expected torch.int32, got torch.int64"),
-        ("parent", lambda t: t[:, :2], ValueError, r"parent: expected shape \[2, 9\], got \[2, 2\]"),
-        ("root", lambda t: t.to("meta"), ValueError, r"root: expected a tensor on"),
-        ("num_nodes", lambda _: 0, ValueError, r"num_nodes: expected 1 to 512 nodes, root included, got 0"),
-        ("max_depth", lambda _: -1, ValueError, r"max_depth: expected 0 or more, got -1"),
-    ],
-)
-def test_wrong_arguments_are_named(generator, name, change, error, match):
-    args = dict(zip(("tokens", "logps", "parent", "root"), random_pool(generator), strict=True))
-    args |= {"num_nodes": 8, "max_depth": 3}
-    args[name] = change(args[name])
-    with pytest.raises(error, match=match):
-        tree_rerank(**args)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "error", "match"),
-    [
-        ("tokens", lambda t: t.float(), TypeError, r"tokens: expected torch.int32 or torch.int64, got"),
-        ("beam_logps", lambda t: t[:, :1], ValueError, r"beam_logps: expected shape \[2, 3\], got \[2, 1\]"),
-        ("logsumexp", lambda _: int32([1]), TypeError, r"logsumexp: expected torch.float32, got torch.int32"),
-        ("width", lambda _: 13, ValueError, r"width: expected 1 to 12, the number of candidates, got 13"),
-        ("width", lambda _: 0, ValueError, r"width: expected 1 to 12"),
-        ("first_index", lambda _: -1, ValueError, r"first_index: expected 0 or more, got -1"),
-    ],
-)
-def test_wrong_arguments_of_a_beam_are_named(generator, name, change, error, match):
-    args = dict(zip(("tokens", "logps", "beam_logps"), random_level(generator), strict=True))
-    args |= {"width": 4, "first_index": 0, "logsumexp": None}
-    args[name] = change(args[name])
-    with pytest.raises(error, match=match):
-        beam_step(**args)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from lib.tensors import DEVICE, int32
+
 # The interpreter takes milliseconds for a program; a GPU takes thousands of trees at once.
 NUM_TREES = 4000 if torch.cuda.is_available() else 40
 FIELDS = ("path", "num_accepted", "next_root", "emitted")
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def assert_same(verdict, expected):
@@ -81,3 +78,22 @@ def draw_tokens(generator, parent, draft_logits, draft_row, replacement):
                 law = probs[b, draft_row[n]]
                 tokens[b, children] = torch.multinomial(law, len(children), replacement, generator=generator).int()
     return tokens.to(DEVICE)
+
+
+def traversal_tables(parent):
+    """The tables of `accept_traversal`: nodes in post-order, padding first; and the nodes of each step."""
+    children = [[j for j, above in enumerate(parent) if above == n] for n in range(len(parent))]
+    order, step = [], {0: 0}
+
+    def visit(node):
+        for place, child in enumerate(children[node]):
+            step[child] = step[node] + place + 1
+            visit(child)
+        order.append(node)
+
+    visit(0)
+    steps = [[node for node in step if step[node] == i] for i in range(1, max(step.values()) + 1)]
+    width = max(map(len, steps), default=0)
+    padding = [node for node in range(len(parent)) if node not in step]
+    listed = [row + [-1] * (width - len(row)) for row in steps]
+    return int32(padding + order), int32(listed).view(len(steps), width)

@@ -1,18 +1,21 @@
-"""A small call of every op, by its name."""
+"""Calls of every op by its name: a small one, and a large one that several programs share along every axis.
+
+In both the batch has three rows and nothing else has the size 3, so that the rows of any tensor can be told.
+"""
 
 import ast
 import importlib
+import inspect
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
+from lib.laws import draw_tokens, random_logits, traversal_tables
+from lib.tensors import DEVICE, int32, int64, rand, randint, randn
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-
-
-CHAIN = [[-1, 0, 1, 2]]
+BATCH = 3
 
 
 def public_functions(file):
@@ -35,69 +38,94 @@ def launchers():
 LAUNCHERS = launchers()
 
 
-def rand(*shape):
-    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, generator=generator).to(DEVICE)
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call. None is 3: that is the batch."""
+
+    parents: tuple  # of the nodes of a tree
+    vocab: int
+    warped: int  # tokens of the vocabulary, and nodes, whose logits are processed, which takes long
+    judged: int
+    width: int  # of a state
+    heads: tuple  # of a drafter, () for one weight on its own
+    head_dim: int
+    lengths: tuple  # of the rows in the cache
+    attended: int  # nodes of the tree that attention is asked for
+    beams: int  # candidate lists
+    tree: int  # nodes of a tree that is put together
 
 
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+SMALL = Sizes((-1, 0, 0, 1), 9, 9, 4, 16, (2,), 16, (5, 2, 0), 4, 2, 5)
+LARGE = Sizes((-1, 0, 0, 1, 1, 2, 4), 9000, 4500, 2, 1100, (), 64, (600, 63, 0), 50, 9, 300)
 
 
-def tree_call(*floats, **keywords):
-    """A batch of two chains of four nodes, for the acceptance rules."""
-    limits = {"max_depth": 3, "budget": int32([3, 0]), "stop_tokens": int32([4])}
-    return (int32([[1, 2, 3, 4], [4, 3, 2, 1]]), int32(CHAIN), *floats), limits | keywords
+def tree_words(generator, num_nodes):
+    """[B, N, W] int32: every node sees itself and some of the nodes before it."""
+    seen = torch.rand(BATCH, num_nodes, 32 * -(-num_nodes // 32), generator=generator) < 0.5
+    seen = seen.tril(-1) | torch.eye(num_nodes, seen.shape[2], dtype=torch.bool)
+    return (seen.unflatten(2, (-1, 32)) * 2 ** torch.arange(32)).sum(-1).int().to(DEVICE)
 
 
-SAMPLING = {"seed": 3, "temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}
-
-
-def calls():
+def calls(sizes):
     """A call of every op, as (positional, keyword) arguments."""
-    q, k = rand(2, 3, 4, 16), rand(2, 3, 2, 16)
-    cache, lengths, logits = rand(2, 2, 2, 8, 2, 16), int32([5, 2]), rand(2, 4, 9)
-    level = int32([[[1, 2], [3, 4]]] * 2), -rand(2, 2, 2).abs(), -rand(2, 2).abs()
-    pool_parent, root = int32([[-1, 0]] * 2), int32([7, 8])
-    words = int32([[[1], [3], [5]]])
-    path, slots = int32([[0, 2, -1], [0, 1, 2]]), int32([[5, 6, 7], [2, -1, 3]])
-    uniform = torch.tensor([[0.1, 0.4, 0.6, 0.9]] * 2, device=DEVICE)
-    parents, seeds = int32([[-1, 0, 0, 1]]), torch.tensor([3, -5], device=DEVICE)
-    accept_rejection = tree_call(
-        logits, rand(2, 3, 9), int32([0, 1, 2, -1]), uniform, uniform[:, 0].contiguous(), replacement=True
-    )
-    accept_traversal = tree_call(
-        logits, rand(2, 3, 9), int32([0, 1, 2, -1]), uniform, uniform[:, 0].contiguous(),
-        int32([3, 2, 1, 0]), int32([[1], [2], [3]]),
-    )  # fmt: skip
+    g = torch.Generator().manual_seed(1)
+    n, vocab, width, dim, beams = len(sizes.parents), sizes.vocab, sizes.width, sizes.head_dim, sizes.beams
+    parent = int32([sizes.parents] * BATCH)
+    drafts = random_logits(g, BATCH, n, vocab)
+    logits = drafts + randn(g, *drafts.shape)  # near the draft: at every place some tests pass and some do not
+    draft_row = [*range(n - 1), -1]
+    tokens = draw_tokens(g, parent, drafts, draft_row, replacement=False)
+    root, uniform, last = tokens[:, 0].contiguous(), rand(g, BATCH, n), rand(g, BATCH)
+    rejection = logits, drafts, int32(draft_row), uniform**0.5, last
+    # rows with a tight budget, with none left and with plenty
+    limits = {"max_depth": n - 1, "budget": int32([2, 0, 9]), "stop_tokens": int32([4, vocab - 1])}
+    lengths, names, step = int32(sizes.lengths), int32([5, -9, 77]), int32([7])
+    level = randint(g, 0, 32000, BATCH, beams, 4), -rand(g, BATCH, beams, 4), -rand(g, BATCH, beams)
+    pool_parent = randint(g, -1, 4, BATCH, beams)
+    nodes = randint(g, -1, beams, sizes.tree), randint(g, 0, 4, sizes.tree), randint(g, 0, 6, sizes.tree)
+    q, k, v = randn(g, BATCH, n, 4, dim), randn(g, BATCH, n, 2, dim), randn(g, BATCH, n, 2, dim)
+    slots = torch.stack([torch.randperm(8, generator=g)[:n] for _ in range(BATCH)]).int().to(q.device)
+    slots[1, 1] = -1
+    cache, kv = randn(g, 2, 2, BATCH, 8 + n, 10, dim), randn(g, 2, BATCH, 9, 2, dim)
+    path = int32([[0, 2, 2, 2, 3, 4], [0, 1, 2, 4, 5, 6], [0, 2, 4, 5, 5, 6]])[:, :n].contiguous()
+    prefix = randn(g, 2, BATCH, max(sizes.lengths) + sizes.attended, 2, 16)
+    asking = randn(g, BATCH, sizes.attended, 4, 16), tree_words(g, sizes.attended)
+    states, weight = randn(g, *sizes.heads, BATCH, width), randn(g, *sizes.heads, 70, width)
+    heads = randn(g, *(sizes.heads or (1,)), width, width, scale=width**-0.5)
+    parts = [randn(g, BATCH, 70) for _ in range(max(2, width // 70 + 1))]
+    mixing, bias = randn(g, 2, 70, 70 * len(parts)), randn(g, 2, 70)
+    history = randint(g, -1, vocab, BATCH, 5)
+    seeds = int64([2**40 + 3, -5, 9])
+    warped = [x[:, : sizes.judged].contiguous() for x in (logits[..., : sizes.warped], tokens, parent)]
+    sampling = {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}
     return {
-        "accept_greedy": tree_call(int32([[2, 3, 5, 6]] * 2)),
-        "accept_naive": tree_call(logits, uniform),
-        "accept_rejection": accept_rejection,
-        "accept_traversal": accept_traversal,
-        "accept_typical": tree_call(logits, None, threshold=0.1, alpha=0.3),
-        "add_rms_norm": ((rand(3, 8), rand(3, 8), rand(8)), {"eps": 1e-5}),
-        "beam_step": (level, {"width": 3, "first_index": 4, "logsumexp": rand(2, 2)}),
-        "draft_heads": ((rand(3, 16), rand(2, 16, 16), rand(2, 16)), {}),
-        "draft_heads_concat": (([rand(3, 16), rand(3, 16)], rand(16, 32), rand(16), rand(16, 32)), {}),
-        "kv_compact": ((cache, lengths, path, int32([1, 2])), {}),
-        "lm_head_topk": ((rand(2, 3, 16), rand(1, 20, 16)), {"k": 4}),
-        "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": 9}),
-        "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": 9}),
-        "rms_norm": ((rand(2, 3, 8), rand(8)), {"eps": 1e-5}),
-        "rope_kv_write": ((q, k, k, int32([[0, 1, 1], [3, 4, 4]]), rand(9, 16), slots, cache[0, 0], cache[0, 1]), {}),
-        "sample_probs": ((logits, root, int32([1]), int32([[7, 1, 2, 3]] * 2), parents, slots), SAMPLING),
-        "sample_race": ((logits, root, int32([1])), {"seed": 3}),
-        "skinny_linear": ((rand(3, 16), rand(20, 16)), {}),
-        "swiglu": ((rand(2, 3, 8),), {}),
-        "tree_attention": ((q[:1], cache[0, 0, :1], cache[0, 1, :1], lengths[:1], words), {"scale": 0.25}),
-        "tree_expand": ((level[0], root, lengths, int32([-1, 0, 1]), int32([-1, 1, 0]), int32([0, 1, 2])), {}),
+        "accept_greedy": ((tokens, parent, tokens.roll(-1, 1)), limits),
+        "accept_naive": ((tokens, parent, logits, uniform), limits),
+        "accept_rejection": ((tokens, parent, *rejection), limits | {"replacement": False}),
+        "accept_traversal": ((tokens, parent[:1], *rejection, *traversal_tables(sizes.parents)), limits),
+        "accept_typical": ((tokens, parent, logits, None), limits | {"threshold": 0.1, "alpha": 0.3}),
+        "add_rms_norm": ((randn(g, BATCH, n, width), randn(g, BATCH, n, width), randn(g, width)), {"eps": 1e-5}),
+        "beam_step": (level, {"width": beams, "first_index": 4, "logsumexp": rand(g, BATCH, beams)}),
+        "draft_heads": ((states, heads, randn(g, *heads.shape[:2])), {}),
+        "draft_heads_concat": ((parts, mixing[0], bias[0], mixing[1], bias[1]), {}),
+        "kv_compact": ((cache, lengths.clamp(max=2), path, int32([0, path.shape[1] - 1, 2])), {}),
+        "lm_head_topk": ((randn(g, 2, BATCH, 16), randn(g, 2, 16 + width // 4, 16)), {"k": 4}),
+        "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
+        "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
+        "rms_norm": ((randn(g, BATCH, n, width), randn(g, width)), {"eps": 1e-5}),
+        "rope_kv_write": ((q, k, v, slots.clamp(min=0), rand(g, 9, dim), slots, *kv), {}),
+        "sample_probs": ((warped[0], names, step, *warped[1:], history), {"seed": 3} | sampling),
+        "sample_race": ((warped[0], names, step), {"seed": 3}),
+        "skinny_linear": ((states, weight), {}),
+        "swiglu": ((randn(g, BATCH, n, 2 * width),), {}),
+        "tree_attention": ((asking[0], *prefix, lengths, asking[1]), {"scale": 0.25}),
+        "tree_expand": ((level[0], root, lengths, *nodes), {}),
         "tree_rerank": ((level[0], level[1], pool_parent, root), {"num_nodes": 40, "max_depth": 2}),
-        "warp_logits": ((logits,), {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.05}),
+        "warp_logits": ((*warped, history), {"top_p": 0.9, "min_p": 0.05} | sampling),
     }
 
 
-CALLS = calls()
+CALLS, LARGE_CALLS = calls(SMALL), calls(LARGE)
 
 
 def copy_of(value):
@@ -107,7 +135,20 @@ def copy_of(value):
     return [copy_of(item) for item in value] if isinstance(value, list) else value
 
 
-def call_of(name):
+def call_of(name, table=CALLS):
     """Copies of the arguments of an op's call."""
-    args, kwargs = CALLS[name]
+    args, kwargs = table[name]
     return tuple(map(copy_of, args)), {key: copy_of(value) for key, value in kwargs.items()}
+
+
+def arguments_of(name, table=CALLS, **changes):
+    """Copies of the arguments of an op's call by their names, changed."""
+    args, kwargs = call_of(name, table)
+    return {**inspect.signature(LAUNCHERS[name]).bind(*args, **kwargs).arguments, **changes}
+
+
+def tensors_of(result):
+    """The tensors of a result, with None for what is not there."""
+    if is_dataclass(result):
+        return [getattr(result, field.name) for field in fields(result)]
+    return [result] if result is None or isinstance(result, torch.Tensor) else list(result)

@@ -15,3 +15,22 @@ def assert_close_to_reference(kernel, reference64, eager, *, scale=1.0):
     eager_error = (eager.double() - reference64.double()).abs().max().item() if kernel.numel() else 0.0
     bound = 2 * eager_error + FLOOR[kernel.dtype] * scale
     assert kernel_error <= bound, f"error {kernel_error:.3g} > {bound:.3g} (eager: {eager_error:.3g})"
+
+
+def doubled(value):
+    """A tensor in float64, those of a list as well; None stays None."""
+    if isinstance(value, list):
+        return [doubled(item) for item in value]
+    return None if value is None else value.double()
+
+
+def assert_op_close(op, reference, *args, **options):
+    """Check every result of an op on floating-point arguments, with the largest number of the result as the scale."""
+    results = op(*args, **options, backend="triton")
+    expected = reference(*map(doubled, args), **options)
+    eager = reference(*args, **options, upcast=False)
+    if isinstance(results, torch.Tensor):
+        results, expected, eager = (results,), (expected,), (eager,)
+    for got, want, rounded in zip(results, expected, eager, strict=True):
+        assert got.is_contiguous()
+        assert_close_to_reference(got, want, rounded, scale=max(1.0, want.abs().max().item()))
