@@ -13,7 +13,7 @@ from transformers import (
 
 import specdec
 from lib.families import FAMILIES, HIDDEN_SIZE, VOCAB_SIZE, build_model, pad, random_prompts
-from lib.host_code import noisy_copy
+from lib.host_code import KeepingStreamer, noisy_copy
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
@@ -150,23 +150,12 @@ def test_model_configured_for_sampling_is_not_decoded_greedily_in_silence(genera
 
 
 def test_a_streamer_gets_the_prompt_then_the_tokens_in_order(generator):
-    class Recorder(TextStreamer):
-        def __init__(self):
-            self.received, self.ended = [], False
-
-        def put(self, value):
-            self.received.append(value.flatten().tolist())
-
-        def end(self):
-            self.ended = True
-
     model = build_model("llama")
     ids = random_prompts(generator, [8])[0][None]
-    recorder = Recorder()
-    sequences = specdec.generate(model, "prompt_lookup", ids, streamer=recorder, max_new_tokens=20)
-    assert recorder.received[0] == ids[0].tolist()
-    assert [token for tokens in recorder.received for token in tokens] == sequences[0].tolist()
-    assert recorder.ended
+    streamer = KeepingStreamer()
+    sequences = specdec.generate(model, "prompt_lookup", ids, streamer=streamer, max_new_tokens=20)
+    assert streamer.received[0] == ids[0].tolist()
+    streamer.check(sequences[0].tolist())
 
 
 def test_a_drafter_of_which_nothing_is_accepted_is_reported(caplog):

@@ -15,7 +15,7 @@ from transformers.generation import (
 
 import specdec
 from lib.families import build_model, random_prompts
-from lib.host_code import Alternating, EndsAt, noisy_copy
+from lib.host_code import Alternating, EndsAt, KeepingStreamer, noisy_copy
 
 
 def both(model, ids, drafter, **settings):
@@ -228,18 +228,6 @@ def test_position_ids_that_say_nothing_new_and_an_empty_cache_are_taken(model, p
 
 
 def test_streamer_gets_the_text_and_its_end(model, ids):
-    class Collector:
-        def __init__(self):
-            self.tokens, self.ends = [], 0
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            self.ends += 1
-
-    streamer = Collector()
-    ours = model.generate(
-        ids, custom_generate=specdec.hf_generate, drafter="lookahead", spec_streamer=streamer, **GREEDY
-    )
-    assert (streamer.tokens, streamer.ends) == (ours[0].tolist(), 1)
+    streamer = KeepingStreamer()
+    settings = {**GREEDY, "custom_generate": specdec.hf_generate, "drafter": "lookahead"}
+    streamer.check(model.generate(ids, spec_streamer=streamer, **settings)[0].tolist())

@@ -12,7 +12,7 @@ import specdec
 from lib.drafter_checks import Nudged
 from lib.families import VOCAB_SIZE, build_model, pad, random_prompts
 from lib.fuzz_calls import random_tree
-from lib.host_code import EndsAt, noisy_copy
+from lib.host_code import EndsAt, KeepingStreamer, noisy_copy
 from lib.law_drafters import DRAFTERS, build_target, make_drafter
 from lib.law_drafters import VOCAB_SIZE as SMALL_VOCAB_SIZE
 from lib.scripted_drafters import oracle
@@ -30,17 +30,19 @@ PLAIN = Decoder(MODEL).decode([PROMPT], 40).tokens[0]
 @settings(max_examples=20, deadline=None)
 def test_a_criterion_ends_the_text_at_any_token_of_a_block(length, tree):
     shape = specdec.as_tree_shape(tree)
-    criterion = EndsAt(7 + length)
+    criterion, streamer = EndsAt(7 + length), KeepingStreamer()
     output = specdec.generate(
         MODEL,
         oracle(shape, [PLAIN], VOCAB_SIZE),
         PROMPT[None],
         max_new_tokens=40,
         stopping_criteria=[criterion],
+        streamer=streamer,
         output_scores=True,
         return_dict_in_generate=True,
     )
     assert output.sequences[0, 7:].tolist() == PLAIN[:length]
+    streamer.check(output.sequences[0].tolist())
     assert criterion.seen == list(range(8, 8 + length)), "every prefix once, in order"
     assert len(output.scores) == length
     assert output.past_key_values.get_seq_length() == 7 + length - 1

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from lib.fuzz_flaws import FAILING_CODE, FLAWS, Flaw, PlantedError
+from lib.host_code import KeepingStreamer
 from lib.law_drafters import VOCAB_SIZE, build_target, make_drafter
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.lookahead import Lookahead
@@ -132,27 +133,6 @@ class Parity(StoppingCriteria):
         return (ids[:, -2:].sum(1) % 3 == self.rest) & torch.tensor(ids.shape[1] >= self.length)
 
 
-class Recorder:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.received: list[list[int]] = []
-        self.ended = False
-
-    def put(self, value):
-        assert not self.ended, "a streamer was fed after its end"
-        self.received.append(value.flatten().tolist())
-
-    def end(self):
-        self.ended = True
-
-    def check(self, text: list[int]) -> None:
-        """It must have been given the whole text, in order, and never nothing."""
-        assert self.ended
-        assert all(self.received), self.received
-        assert [token for tokens in self.received for token in tokens] == text, f"{self.received}, not {text}"
-
-
 def other_half(row, text):
     """A `prefix_allowed_tokens_fn`: even tokens after odd ones, and the reverse."""
     return list(range((int(text[-1]) + 1) % 2, VOCAB_SIZE, 2))
@@ -180,7 +160,7 @@ def make_call(seed: int) -> Call:
         copies = settings["num_return_sequences"] = rng.randint(1, 3)
     _add_seed(rng, call, len(prompts) * copies)
     if len(prompts) * copies == 1 and rng.random() < 0.4:
-        call.makers["streamer"] = Recorder
+        call.makers["streamer"] = KeepingStreamer
     for name in ("output_scores", "output_logits"):
         if rng.random() < 0.3:
             settings[name] = True

@@ -35,3 +35,24 @@ class EndsAt(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.seen.append(input_ids.shape[1])
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+class KeepingStreamer:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.received: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value):
+        assert not self.ended, "a streamer was fed after its end"
+        self.received.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+    def check(self, text: list[int]) -> None:
+        """It must have been given the whole text, in order, and never nothing."""
+        assert self.ended
+        assert all(self.received), self.received
+        assert [token for tokens in self.received for token in tokens] == text, f"{self.received}, not {text}"

@@ -14,6 +14,8 @@ from transformers.generation import logits_process as hf
 import specdec
 from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
 from lib.laws import chi_square_p_value
+from specdec.common.randomness import Uniforms, row_seeds
+from specdec.drafting.candidates import DraftLaw
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Naive, Rejection, Traversal
 from specdec.models.target.scores import Scores
@@ -118,6 +120,18 @@ def test_a_wrong_rule_fails_the_law_test(kind, wrong, monkeypatch):
         monkeypatch.setattr(Rejection, "chooser", lambda self, law, uniforms: Traversal().chooser(law, uniforms))
     counts, _ = sample(kind, wrong, WARPERS["plain"], num_rows=2000)
     assert chi_square_p_value(counts.flatten(), law("plain").flatten()) < 1e-4
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "naive"])
+def test_candidates_have_the_drafters_law(rule, generator):
+    logits = torch.randn(1, 1, 4, generator=generator)
+    chooser = RULES[rule].chooser(DraftLaw(temperature=0.8), Uniforms(row_seeds(3, 4000)))
+    first, second = chooser(logits.expand(4000, -1, -1), 2).tokens[:, 0].T
+    law = (logits[0, 0].double() / 0.8).softmax(-1)
+    pairs = law[:, None] * law
+    if "with replacement" not in rule:
+        pairs = (pairs / (1 - law[:, None])).fill_diagonal_(0)
+    assert chi_square_p_value(torch.bincount(4 * first + second, minlength=16), pairs.flatten()) > 1e-3
 
 
 def test_a_row_depends_on_its_seed_alone():
