@@ -18,7 +18,7 @@ from specdec.common.randomness import Uniforms
 from specdec.generation.host_steps import HostSteps
 from specdec.loop.decoder import DecodeState
 from specdec.loop.processing import Processing
-from specdec.loop.rules import Greedy, Naive
+from specdec.loop.rules import RULES, Greedy, Naive
 from specdec.models.target.target import Target
 
 NUM_CALLS = 160
@@ -33,7 +33,7 @@ def test_a_slice_of_the_fuzz():
 def test_everything_has_its_turn():
     calls = [make_call(seed) for seed in range(400)]
     assert {call.kind for call in calls} == set(KINDS)
-    assert {call.rule for call in calls} == {"greedy", "naive", "rejection", "traversal", "typical"}
+    assert {call.rule for call in calls} == RULES.keys()
     assert {name for call in calls for name in call.makers} >= FAILING_CODE.keys()
     assert any(call.interrupt_at for call in calls)
     assert len({call.flaw.name for call in calls if call.flaw}) > 20
@@ -128,10 +128,16 @@ BROKEN = [
 @pytest.mark.parametrize("flaw", BROKEN)
 def test_a_broken_library_is_caught(flaw, monkeypatch):
     flaw(monkeypatch)
-    with pytest.raises(FuzzError, match="call ") as caught:
-        list(map(run_call, range(NUM_CALLS)))
-    cause = caught.value.__cause__
-    assert isinstance(cause, AssertionError), f"not caught by what the library does: {cause!r}"
+    assert any(map(is_seen_by_an_assertion, range(NUM_CALLS)))
+
+
+def is_seen_by_an_assertion(seed):
+    """Whether the call of a seed fails by what it does: any other error may be the flaw's own."""
+    try:
+        run_call(seed)
+    except FuzzError as error:
+        return isinstance(error.__cause__, AssertionError) and f"call {seed}: " in str(error)
+    return False
 
 
 def test_the_command_counts_outcomes_and_says_how_to_repeat_a_failure(monkeypatch, capsys):

@@ -1,4 +1,7 @@
-"""A target of seven tokens, and a drafter of every kind for it: random networks, right often enough by chance."""
+"""A target of seven tokens, a drafter of every kind for it, and the rules that sample without loss.
+
+Networks are random, and right often enough by chance. All tests that hold for every drafter go through `DRAFTERS`.
+"""
 
 from functools import lru_cache
 
@@ -7,12 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.lookahead import Lookahead
+from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.loop.rules import Naive, Rejection, Traversal
 from specdec.models.target.target import Target
 from specdec.training.objectives.amphista import AmphistaObjective
 from specdec.training.objectives.eagle import EagleObjective
 from specdec.training.objectives.falcon import FalconObjective
-from specdec.training.objectives.hydra import HydraObjective
+from specdec.training.objectives.hydra import HydraObjective, HydraPlusPlusObjective
 from specdec.training.objectives.medusa import MedusaObjective
 from specdec.training.objectives.parallelspec import ParallelSpecObjective
 from specdec.trees.shape import TreeShape
@@ -50,7 +55,7 @@ def _trained(objective, shape, **settings):
 
 
 DRAFTERS = {
-    "none": lambda: None,
+    "none": NoDrafter,
     "prompt_lookup": lambda: PromptLookup(max_ngram=2, num_draft_tokens=3),
     "lookahead": lambda: Lookahead(level=3, window=3, guesses=2),
     # vocabularies may be padded differently: one has a token more than the target, one lacks the target's last
@@ -58,16 +63,39 @@ DRAFTERS = {
     "draft_tree": lambda: DraftModel(build_target(seed=1, vocab_size=VOCAB_SIZE + 1), _TREE),
     "medusa": _trained(MedusaObjective, _TREE, num_heads=2),
     "hydra": _trained(HydraObjective, _TREE, num_heads=2),
+    "hydra++": _trained(HydraPlusPlusObjective, _TREE, num_heads=2),
     "eagle": _trained(EagleObjective, _TREE),
     "eagle3": _trained(EagleObjective, _TREE, version=3, tap_layers=(0, 1, 2), draft_tokens=(0, 2, 3, 4, 6)),
     "amphista": _trained(AmphistaObjective, _TREE, num_heads=2),
     "parallelspec": _trained(ParallelSpecObjective, _TREE, num_masks=2),
+    "parallelspec_medusa": _trained(ParallelSpecObjective, _TREE, variant="medusa", num_masks=2),
     "falcon": _trained(FalconObjective, _TREE),
+}
+
+
+SAMPLING_RULES = {
+    "naive": Naive(),
+    "naive, drawn": Naive(drawn=True),
+    "rejection": Rejection(),
+    "rejection with replacement": Rejection(replacement=True),
+    "traversal": Traversal(),
 }
 
 
 def make_drafter(kind):
     """A drafter of this kind, with the same weights each time."""
-    from specdec.drafters.none import NoDrafter
+    return DRAFTERS[kind]()
 
-    return DRAFTERS[kind]() or NoDrafter()
+
+def judged_by(rules):
+    """Every (kind, name of a rule) of `rules` by name that can judge what the kind proposes."""
+    drafters = {kind: make_drafter(kind) for kind in DRAFTERS}
+    return [(kind, name) for kind, drafter in drafters.items() for name, rule in rules.items() if _fits(rule, drafter)]
+
+
+def _fits(rule, drafter):
+    try:
+        rule.check(drafter)
+    except ValueError:
+        return False
+    return True

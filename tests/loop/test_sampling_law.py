@@ -12,7 +12,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 import specdec
-from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
+from lib.law_drafters import DRAFTERS, SAMPLING_RULES, VOCAB_SIZE, build_target, judged_by, make_drafter
 from lib.laws import chi_square_p_value
 from specdec.common.randomness import Uniforms, row_seeds
 from specdec.drafting.candidates import DraftLaw
@@ -27,25 +27,7 @@ WARPERS = {
     "cold and cut": {"temperature": 0.7, "top_k": 4, "top_p": 0.9},
     "path": {"repetition_penalty": 1.8, "min_p": 0.08, "top_k": 0},
 }
-RULES = {
-    "naive": Naive(),
-    "naive, drawn": Naive(drawn=True),
-    "rejection": Rejection(),
-    "rejection with replacement": Rejection(replacement=True),
-    "traversal": Traversal(),
-}
-
-
-def fits(kind, rule):
-    """Whether the rule takes what the drafter proposes."""
-    try:
-        RULES[rule].check(make_drafter(kind))
-    except ValueError:
-        return False
-    return True
-
-
-CASES = [(kind, rule) for kind in DRAFTERS for rule in RULES if fits(kind, rule)]
+CASES = judged_by(SAMPLING_RULES)
 
 
 @lru_cache
@@ -92,7 +74,7 @@ def sample(kind, rule, settings, num_rows=NUM_ROWS):
 @pytest.mark.parametrize(("kind", "rule"), CASES)
 def test_the_first_three_tokens_have_the_targets_law(kind, rule, warpers):
     expected = law(warpers).flatten()
-    counts, tau = sample(kind, RULES[rule], WARPERS[warpers])
+    counts, tau = sample(kind, SAMPLING_RULES[rule], WARPERS[warpers])
     if "naive" not in rule and warpers == "plain":  # elsewhere all drafts may be improbable for the target
         assert tau > 1.02, "nothing was accepted: no rule was at work"
     assert not counts.flatten()[expected == 0].any(), "a token of probability 0 was emitted"
@@ -122,10 +104,10 @@ def test_a_wrong_rule_fails_the_law_test(kind, wrong, monkeypatch):
     assert chi_square_p_value(counts.flatten(), law("plain").flatten()) < 1e-4
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "naive"])
+@pytest.mark.parametrize("rule", [rule for rule in SAMPLING_RULES if rule != "naive"])
 def test_candidates_have_the_drafters_law(rule, generator):
     logits = torch.randn(1, 1, 4, generator=generator)
-    chooser = RULES[rule].chooser(DraftLaw(temperature=0.8), Uniforms(row_seeds(3, 4000)))
+    chooser = SAMPLING_RULES[rule].chooser(DraftLaw(temperature=0.8), Uniforms(row_seeds(3, 4000)))
     first, second = chooser(logits.expand(4000, -1, -1), 2).tokens[:, 0].T
     law = (logits[0, 0].double() / 0.8).softmax(-1)
     pairs = law[:, None] * law
