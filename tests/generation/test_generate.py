@@ -263,7 +263,7 @@ BAD_CALLS = {
         ),
         (r"streamer: expected one prompt.* got 2", {"input_ids": IDS.repeat(2, 1), "streamer": object()}),
         (
-            r"drafter: expected the target's vocabulary of 96 tokens, or one padded differently by up to 1024, got 1121",
+            r"drafter: expected the target's vocabulary of 96 tokens, or .* differently by up to 1024, got 1121",
             {"drafter": wrong_vocabulary()},
         ),
         (r"drafter: expected vocab_size 96 as the target's, got 50", {"drafter": medusa(2, vocab_size=50)}),

@@ -21,9 +21,8 @@ def test_without_a_length_as_many_tokens_as_transformers(width, generator, model
 def test_a_config_is_filled_up_with_the_models_own(generator, model):
     ids = random_prompts(generator, [6])[0][None]
     mask = torch.ones_like(ids)
-    free = model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=None
-    )[0, 6:].tolist()  # fmt: skip
+    greedy = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None}
+    free = model.generate(ids, attention_mask=mask, **greedy)[0, 6:].tolist()
     model.generation_config.eos_token_id = free[5]
     model.generation_config.pad_token_id = 0
     model.generation_config.repetition_penalty = 1.05

@@ -122,10 +122,7 @@ def test_a_grammar_is_never_asked_about_a_text_that_cannot_come_about(generator,
         settings = {"max_new_tokens": most, "eos_token_id": stop, "pad_token_id": 0}
         grammar = [Strict(stop, 3 + most)]
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=grammar, **settings)
-        output = specdec.generate(
-            model, drafter, ids, logits_processor=grammar, return_dict_in_generate=True, **settings
-        )  # fmt: skip
-        assert torch.equal(output.sequences, expected)
+        assert torch.equal(specdec.generate(model, drafter, ids, logits_processor=grammar, **settings), expected)
         stop = int(expected[0, -1])
 
 
@@ -196,10 +193,8 @@ def by_transformers(settings, ids, scores):
 @pytest.mark.parametrize("sampling", [False, True])
 def test_scores_and_logits_are_those_of_transformers(sampling, generator, model):
     ids = torch.stack(random_prompts(generator, [9, 9]))
-    settings = {
-        "max_new_tokens": 20, "repetition_penalty": 1.3, "output_scores": True, "output_logits": True,
-        "return_dict_in_generate": True, "eos_token_id": STOP, "pad_token_id": 0,
-    }  # fmt: skip
+    settings = {"max_new_tokens": 20, "repetition_penalty": 1.3, "eos_token_id": STOP, "pad_token_id": 0}
+    settings |= dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
     if sampling:  # one token is left, so that transformers must take the same
         settings |= {"do_sample": True, "top_k": 1, "temperature": 0.7}
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)

@@ -4,7 +4,6 @@ Many rows decode the same prompt with seeds of their own; the law of their first
 target's, which transformers computes for every possible beginning. Seeds are fixed, so a right rule passes for good.
 """
 
-import itertools
 from functools import lru_cache
 
 import pytest
@@ -60,10 +59,9 @@ def law(warpers):
 
 def sample(kind, rule, settings, num_rows=NUM_ROWS):
     """[V, V, V] counts of the first three tokens, and the acceptance length."""
-    output = specdec.generate(
-        build_target(), make_drafter(kind), PROMPT.expand(num_rows, -1), acceptance=rule, do_sample=True, seed=11,
-        max_new_tokens=3, return_dict_in_generate=True, **settings,
-    )  # fmt: skip
+    settings = {"do_sample": True, "max_new_tokens": 3, "seed": 11, "return_dict_in_generate": True, **settings}
+    prompts = PROMPT.expand(num_rows, -1)
+    output = specdec.generate(build_target(), make_drafter(kind), prompts, acceptance=rule, **settings)
     new = output.sequences[:, len(PROMPT) :]
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE)
     counts.index_put_(tuple(new.T), torch.ones(num_rows), accumulate=True)
@@ -143,15 +141,8 @@ def test_seeds_come_from_torch_when_none_is_given():
 
 def test_several_sequences_per_prompt_differ():
     ids = torch.stack((PROMPT, PROMPT.flip(0)))
-    output = specdec.generate(
-        build_target(),
-        make_drafter("draft_tree"),
-        ids,
-        do_sample=True,
-        num_return_sequences=3,
-        max_new_tokens=12,
-        seed=0,
-    )
+    settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "seed": 0}
+    output = specdec.generate(build_target(), make_drafter("draft_tree"), ids, **settings)
     assert output.shape == (6, len(PROMPT) + 12)
     assert torch.equal(output[:, : len(PROMPT)], ids.repeat_interleave(3, 0))
     assert len({tuple(row.tolist()) for row in output}) == 6
@@ -162,10 +153,9 @@ def test_typical_acceptance_is_the_papers_formula_and_says_that_it_is_lossy(sett
     threshold, alpha = settings
     target = build_target()
     rule = specdec.Typical(threshold=threshold, alpha=alpha)
-    output = specdec.generate(
-        target, make_drafter("draft_chain"), PROMPT[None], acceptance=rule, do_sample=True, temperature=0.7, top_k=0,
-        max_new_tokens=40, return_dict_in_generate=True, seed=1,
-    )  # fmt: skip
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 40, "seed": 1}
+    settings |= {"acceptance": rule, "return_dict_in_generate": True}
+    output = specdec.generate(target, make_drafter("draft_chain"), PROMPT[None], **settings)
     assert not output.lossless
     text, place = PROMPT.tolist(), len(PROMPT)
     new = output.sequences[0].tolist()
@@ -190,4 +180,3 @@ def test_typical_acceptance_is_the_papers_formula_and_says_that_it_is_lossy(sett
 def test_all_beginnings_add_up():
     for warpers in WARPERS:
         assert law(warpers).sum().item() == pytest.approx(1.0)
-    assert len(list(itertools.product(range(VOCAB_SIZE), repeat=3))) == VOCAB_SIZE**3

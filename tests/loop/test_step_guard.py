@@ -28,9 +28,8 @@ EVERYTHING = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repe
 
 
 def processing(**settings):
-    return Processing(
-        GenerationConfig(**settings), do_sample=True, prompt_lengths=[1], max_new_tokens=8, width=1, backend="triton"
-    )  # fmt: skip
+    sizes = {"prompt_lengths": [1], "max_new_tokens": 8, "width": 1}
+    return Processing(GenerationConfig(**settings), do_sample=True, **sizes, backend="triton")
 
 
 def check(target, drafter, rule="greedy", *, opaque=True, **settings):
