@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    TextStreamer,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import specdec
 from lib.families import FAMILIES, HIDDEN_SIZE, VOCAB_SIZE, build_model, pad, random_prompts
-from lib.host_code import KeepingStreamer, noisy_copy
+from lib.fuzz_flaws import FailingStreamer
+from lib.host_code import noisy_copy
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
@@ -40,23 +34,21 @@ def transformers_greedy(model, ids, mask, **kwargs):
     return model.generate(ids, attention_mask=mask, do_sample=False, **{"max_new_tokens": NEW_TOKENS, **kwargs})
 
 
+def assert_same(model, drafter, ids, mask, *, tree=None, **settings):
+    """Compare with transformers' greedy text; our output."""
+    settings = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, **settings}
+    output = specdec.generate(model, drafter, ids, tree=tree, return_dict_in_generate=True, **settings)
+    assert torch.equal(output.sequences, model.generate(ids, do_sample=False, **settings))
+    return output
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_equals_transformers_token_for_token(family, drafter, batch, generator):
     model = build_model(family)
     prompts = random_prompts(generator, [17, 5, 11][:batch])
-    ids, mask = pad(prompts, "left")
-    expected = transformers_greedy(model, ids, mask)
-    output = specdec.generate(
-        model,
-        make_drafter(drafter, model),
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(output.sequences, expected)
+    output = assert_same(model, make_drafter(drafter, model), *pad(prompts, "left"))
     assert output.lossless
     if drafter not in ("none", "prompt_lookup"):  # a random model seldom repeats itself
         assert output.stats.tau > 1, "nothing was ever accepted: the test did not see an accepted path"
@@ -85,29 +77,18 @@ def test_ends_at_any_of_several_stop_tokens_and_pads_after(generator, model):
     ids, mask = pad(random_prompts(generator, [6, 9, 7]), "left")
     free = transformers_greedy(model, ids, mask)[:, ids.shape[1] :]
     stops = [int(free[0, 3]), int(free[1, 10])]
-    expected = transformers_greedy(model, ids, mask, eos_token_id=stops, pad_token_id=0)
-    got = specdec.generate(
-        model, "prompt_lookup", ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, eos_token_id=stops, pad_token_id=0
-    )
-    assert torch.equal(got, expected)
+    assert_same(model, "prompt_lookup", ids, mask, eos_token_id=stops, pad_token_id=0)
 
 
 def test_eight_rows_and_a_long_prompt(generator, model):
     prompts = random_prompts(generator, [180, 3, 90, 41, 1, 7, 150, 12])
-    ids, mask = pad(prompts, "left")
-    expected = transformers_greedy(model, ids, mask, max_new_tokens=24)
-    got = specdec.generate(model, noisy_copy(model), ids, attention_mask=mask, max_new_tokens=24, tree=(3, 2))
-    assert torch.equal(got, expected)
+    assert_same(model, noisy_copy(model), *pad(prompts, "left"), max_new_tokens=24, tree=(3, 2))
 
 
 @pytest.mark.parametrize("tree", ["medusa/mc_sim_7b_63", "eagle/mc_sim_7b_63", (6, 3, 3), 40])
 def test_draft_model_with_trees_of_several_mask_words(tree, generator, model):
-    ids, mask = pad(random_prompts(generator, [9, 4]), "left")
-    expected = transformers_greedy(model, ids, mask, max_new_tokens=24)
-    output = specdec.generate(
-        model, noisy_copy(model), ids, attention_mask=mask, tree=tree, max_new_tokens=24, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, expected)
+    prompts = random_prompts(generator, [9, 4])
+    output = assert_same(model, noisy_copy(model), *pad(prompts, "left"), max_new_tokens=24, tree=tree)
     assert output.stats.tau > 1.5
 
 
@@ -115,9 +96,7 @@ def test_the_whole_context_can_be_used():
     for family in ("llama", "opt"):  # OPT's position table ends where the context does
         model = build_model(family)
         ids = torch.randint(1, VOCAB_SIZE, (1, 200), generator=torch.Generator().manual_seed(3))
-        expected = transformers_greedy(model, ids, torch.ones_like(ids), max_new_tokens=56)
-        got = specdec.generate(model, noisy_copy(model), ids, max_new_tokens=56, tree=(2, 2, 2, 2))
-        assert torch.equal(got, expected)
+        assert_same(model, noisy_copy(model), ids, torch.ones_like(ids), max_new_tokens=56, tree=(2, 2, 2, 2))
 
 
 def test_settings_follow_the_order_of_transformers(generator, model):
@@ -143,13 +122,6 @@ def test_model_configured_for_sampling_is_not_decoded_greedily_in_silence(genera
     assert torch.equal(greedy, transformers_greedy(model, prompt[None], None, max_new_tokens=24))
 
 
-def test_a_streamer_gets_the_prompt_then_the_tokens_in_order(model, ids):
-    streamer = KeepingStreamer()
-    sequences = specdec.generate(model, "prompt_lookup", ids, streamer=streamer, max_new_tokens=20)
-    assert streamer.received[0] == ids[0].tolist()
-    streamer.check(sequences[0].tolist())
-
-
 def test_a_drafter_of_which_nothing_is_accepted_is_reported(caplog, model):
     own, foreign = build_model("llama"), build_model("llama", seed=8)
     for drafter, reports in ((own, 0), (foreign, 1)):
@@ -161,19 +133,11 @@ def test_a_drafter_of_which_nothing_is_accepted_is_reported(caplog, model):
 
 
 def test_interrupt_in_the_middle_restores_the_model(model, ids):
-    class Interrupt(TextStreamer):
-        def __init__(self):
-            self.calls = 0
-
-        def put(self, value):
-            self.calls += 1
-            if self.calls == 4:
-                raise KeyboardInterrupt
-
     expected = transformers_greedy(model, ids, torch.ones_like(ids))
     before = model.config._attn_implementation
+    streamer = FailingStreamer(4, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        specdec.generate(model, noisy_copy(model), ids, streamer=Interrupt(), max_new_tokens=20)
+        specdec.generate(model, noisy_copy(model), ids, streamer=streamer, max_new_tokens=20)
     assert model.config._attn_implementation == before
     assert not any(module._forward_hooks for module in model.modules())
     assert torch.equal(transformers_greedy(model, ids, torch.ones_like(ids)), expected)

@@ -5,11 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor
-from transformers.generation import logits_process as hf
 
 import specdec
 from lib.families import VOCAB_SIZE, pad, random_prompts
-from lib.host_code import Alternating, noisy_copy
+from lib.host_code import Alternating, by_transformers, noisy_copy
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafting.draft_tree import TreeTemplate
 from specdec.loop.processing import Processing
@@ -168,26 +167,6 @@ def test_every_node_has_the_scores_of_its_own_text(case, generator):
             expected[node] = by_transformers(WARPERS[case], ids, logits[row, node][None])[0]
             torch.testing.assert_close(processed[row, node], expected[node], atol=1e-5, rtol=1e-5)
         assert len(expected) > 1, "no node below the root was compared"
-
-
-def by_transformers(settings, ids, scores):
-    """transformers' own warpers, in its order."""
-    settings = {"top_k": 50, **settings}
-    made = [
-        hf.RepetitionPenaltyLogitsProcessor(settings.get("repetition_penalty", 1.0)),
-        *([hf.NoRepeatNGramLogitsProcessor(1)] if "no_repeat_ngram_size" in settings else []),
-        hf.TemperatureLogitsWarper(settings.get("temperature", 1.0)),
-        *([hf.TopKLogitsWarper(settings["top_k"])] if settings["top_k"] else []),
-        hf.TopPLogitsWarper(settings.get("top_p", 1.0)),
-        hf.MinPLogitsWarper(settings.get("min_p", 0.0)),
-        *([hf.TypicalLogitsWarper(settings["typical_p"])] if "typical_p" in settings else []),
-        *([hf.EpsilonLogitsWarper(settings["epsilon_cutoff"])] if "epsilon_cutoff" in settings else []),
-        *([hf.EtaLogitsWarper(settings["eta_cutoff"])] if "eta_cutoff" in settings else []),
-        *([hf.LogitNormalization()] if "renormalize_logits" in settings else []),
-    ]
-    for processor in made:
-        scores = processor(ids, scores)
-    return scores
 
 
 @pytest.mark.parametrize("sampling", [False, True])

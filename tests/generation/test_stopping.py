@@ -42,18 +42,6 @@ def test_a_criterion_ends_the_text_at_any_token_of_a_block(length, tree):
     assert sum(output.stats.num_emitted[0]) == length - 1  # prefill's token is no step's
 
 
-@given(st.sets(st.integers(0, 39), min_size=1, max_size=3), st.sampled_from([(5,), (3, 2), (2, 2, 2)]))
-@settings(max_examples=20, deadline=None)
-def test_stop_tokens_end_the_text_at_any_token_of_a_block(places, tree):
-    stops = sorted({PLAIN[place] for place in places})
-    length = next(place for place, token in enumerate(PLAIN) if token in stops) + 1
-    drafter = oracle(specdec.as_tree_shape(tree), [PLAIN], VOCAB_SIZE)
-    settings = {"max_new_tokens": 40, "eos_token_id": stops, "return_dict_in_generate": True}
-    output = specdec.generate(MODEL, drafter, PROMPT[None], **settings)
-    assert output.sequences[0, 7:].tolist() == PLAIN[:length]
-    assert output.past_key_values.get_seq_length() == 7 + length - 1
-
-
 def test_custom_criteria_hold_for_each_row_alone(generator):
     prompts = random_prompts(generator, [4, 9, 6])
     ids, mask = pad(prompts, "left")

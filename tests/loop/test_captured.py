@@ -300,25 +300,17 @@ def test_nan_logits_in_a_replayed_step_are_an_error_that_names_the_step(are_writ
     assert decoder.decode(prompts, 12).tokens == expected
 
 
-def test_a_moved_model_is_captured_anew(generator, monkeypatch):
-    _, decoder = two_decoders("none", None, monkeypatch)
+@pytest.mark.parametrize("moved", ["target", "drafter"])
+def test_what_moved_is_captured_anew(moved, generator, monkeypatch):
+    _, decoder = two_decoders("medusa", None, monkeypatch)
     prompts = some_prompts(generator, [5])
     decoder.decode(prompts, 4)
-    weight = decoder.target.model.model.norm.weight
+    owner = decoder.target.model.model.norm if moved == "target" else decoder.drafter.network
+    weight = next(owner.parameters())
     kept = weight.data
     weight.data = kept.clone()
     decoder.decode(prompts, 4)
     weight.data = kept
-    assert decoder.captured.engine.num_recorded == 2
-
-
-def test_a_drafter_that_moved_is_captured_anew(generator, monkeypatch):
-    _, decoder = two_decoders("medusa", None, monkeypatch)
-    prompts = some_prompts(generator, [5])
-    decoder.decode(prompts, 4)
-    weight = next(decoder.drafter.network.parameters())
-    weight.data = weight.data.clone()
-    decoder.decode(prompts, 4)
     assert decoder.captured.engine.num_recorded == 2
 
 
