@@ -1,16 +1,18 @@
 # The documented commands. Each sets up what it needs first: a virtual environment in .venv with this package and its
-# tools. Settings: PYTHON (interpreter to start from), PYTEST_ARGS, FUZZ_ARGS, BENCH_ARGS, GPU_ARGS.
+# tools. Settings: PYTHON (interpreter to start from), PYTEST_ARGS, FUZZ_ARGS, MUTANTS_ARGS, BENCH_ARGS,
+# GPU_ARGS.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
+MUTANTS_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?= --output build/gpu
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz check bench gpu clean
+.PHONY: help setup demo test fuzz mutants check bench gpu clean
 
 VENV := .venv
 STAMP := $(VENV)/installed
@@ -22,7 +24,7 @@ PINS := $(VENV)/constraints.txt
 TORCH_BLOCK := /^\# torch and/,/^\# end of/
 
 help: ## List the commands.
-	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install; the other commands do this by themselves.
 
@@ -36,6 +38,9 @@ test: $(STAMP) ## Run the tests; those that need a GPU are skipped without one.
 
 fuzz: $(STAMP) ## Make 10,000 random calls of generate; FUZZ_ARGS gives --first-seed and --num-calls.
 	@PYTHONPATH=tests $(VENV)/bin/python -m lib.fuzz $(FUZZ_ARGS)
+
+mutants: $(STAMP) ## Plant faults all over the library and see its tests fail; MUTANTS_ARGS gives names of some.
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m lib.mutants $(MUTANTS_ARGS)
 
 check: $(STAMP) ## Lint, format, types, spelling, architecture.
 	@$(VENV)/bin/ruff check .

@@ -15,12 +15,18 @@ from transformers.generation import (
 
 import specdec
 from lib.families import build_model, random_prompts
-from lib.host_code import Alternating, EndsAt, noisy_copy
+from lib.host_code import Alternating, EndsAt, KeepingStreamer, noisy_copy
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
 
 def both(model, ids, drafter, **settings):
     ours = model.generate(ids, custom_generate=specdec.hf_generate, drafter=drafter, **settings)
     return ours, model.generate(ids, **settings)
+
+
+def assert_same(*args, **settings):
+    assert torch.equal(*both(*args, **settings))
 
 
 @pytest.mark.parametrize(
@@ -35,12 +41,9 @@ def both(model, ids, drafter, **settings):
     ],
     ids=["plain", "penalty", "several", "own processor", "own criterion", "stop tokens"],
 )
-def test_gives_what_transformers_gives(settings, generator):
-    model = build_model("llama")
-    ids = random_prompts(generator, [8])[0][None]
+def test_gives_what_transformers_gives(settings, model, ids):
     settings = {"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0, **settings}
-    ours, theirs = both(model, ids, noisy_copy(model), attention_mask=torch.ones_like(ids), **settings)
-    assert torch.equal(ours, theirs)
+    assert_same(model, ids, noisy_copy(model), attention_mask=torch.ones_like(ids), **settings)
 
 
 def test_left_padded_batches_and_max_length(generator):
@@ -48,29 +51,22 @@ def test_left_padded_batches_and_max_length(generator):
     ids = torch.stack(random_prompts(generator, [8, 8]))
     ids[1, :3] = 0
     mask = (ids != 0).long()
-    ours, theirs = both(model, ids, "prompt_lookup", attention_mask=mask, do_sample=False, max_length=25)
-    assert torch.equal(ours, theirs)
+    assert_same(model, ids, "prompt_lookup", attention_mask=mask, do_sample=False, max_length=25)
 
 
-def test_sampling_settings_apply_once(generator):
-    model = build_model("llama")
-    ids = random_prompts(generator, [8])[0][None]
+def test_sampling_settings_apply_once(model, ids):
     settings = {"do_sample": True, "temperature": 0.5, "top_k": 9, "top_p": 0.9, "max_new_tokens": 30}
     ours = model.generate(ids, custom_generate=specdec.hf_generate, drafter=noisy_copy(model), seed=3, **settings)
     direct = specdec.generate(model, noisy_copy(model), ids, seed=3, **settings)
     assert torch.equal(ours, direct)
 
 
-def test_results_and_tree_come_through(generator):
-    model = build_model("llama")
-    ids = random_prompts(generator, [8])[0][None]
-    output = model.generate(
-        ids, custom_generate=specdec.hf_generate, drafter=noisy_copy(model), tree=(2, 2), do_sample=False,
-        max_new_tokens=12, return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
+def test_results_and_tree_come_through(model, ids):
+    settings = {**GREEDY, "tree": (2, 2), "return_dict_in_generate": True, "output_scores": True}
+    output = model.generate(ids, custom_generate=specdec.hf_generate, drafter=noisy_copy(model), **settings)
     assert output.lossless
     assert output.stats.tau >= 1
-    assert len(output.scores) == 12
+    assert len(output.scores) == 16
 
 
 def test_a_pipeline_drafts_too():
@@ -80,27 +76,6 @@ def test_a_pipeline_drafts_too():
     settings = {"do_sample": False, "max_new_tokens": 24}
     ours = generator(text, custom_generate=specdec.hf_generate, drafter="prompt_lookup", **settings)
     assert ours == generator(text, **settings)
-
-
-@pytest.fixture
-def model():
-    return build_model("llama")
-
-
-@pytest.fixture
-def ids(generator):
-    return random_prompts(generator, [8])[0][None]
-
-
-@pytest.fixture
-def padded(generator):
-    """Two prompts, the second with three pad tokens on its left, and their mask."""
-    ids = torch.stack(random_prompts(generator, [8, 8])).clamp(min=6)
-    ids[1, :3] = 0
-    return ids, (ids != 0).long()
-
-
-GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
 
 def test_prompts_are_repeated_once(model, ids):
@@ -114,11 +89,9 @@ def test_prompts_are_repeated_once(model, ids):
 def test_callers_criteria_of_transformers_types_are_obeyed(model, ids):
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[0, 8:].tolist()
     settings = {**GREEDY, "eos_token_id": plain[5], "attention_mask": torch.ones_like(ids)}
-    for criterion in (
-        MaxLengthCriteria(11), MaxLengthCriteria(30), EosTokenCriteria(plain[2]), EosTokenCriteria(plain[9])
-    ):  # fmt: skip
-        ours, theirs = both(model, ids, noisy_copy(model), stopping_criteria=[criterion], **settings)
-        assert torch.equal(ours, theirs)
+    ends = [MaxLengthCriteria(11), MaxLengthCriteria(30), EosTokenCriteria(plain[2]), EosTokenCriteria(plain[9])]
+    for criterion in ends:
+        assert_same(model, ids, noisy_copy(model), stopping_criteria=[criterion], **settings)
     ours, theirs = both(model, ids, noisy_copy(model), stopping_criteria=[MaxTimeCriteria(0.0)], max_time=99, **GREEDY)
     assert ours.shape[1] < 8 + 16
     assert theirs.shape[1] < 8 + 16
@@ -141,8 +114,7 @@ def test_stop_strings_as_a_criterion():
 @pytest.mark.parametrize("place", [0, 4])
 def test_pad_token_within_a_full_mask_is_a_token(place, model, ids):
     settings = {**GREEDY, "pad_token_id": int(ids[0, place]), "eos_token_id": 1}
-    ours, theirs = both(model, ids, "prompt_lookup", attention_mask=torch.ones_like(ids), **settings)
-    assert torch.equal(ours, theirs)
+    assert_same(model, ids, "prompt_lookup", attention_mask=torch.ones_like(ids), **settings)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -153,8 +125,7 @@ def test_every_row_has_its_own_allowed_tokens(copies, model, ids):
     def allowed(row, text):  # one token is possible: sampling has no choice
         return [10 * (row + 1) + len(text) % 3]
 
-    ours, theirs = both(model, two, "prompt_lookup", prefix_allowed_tokens_fn=allowed, **settings)
-    assert torch.equal(ours, theirs)
+    assert_same(model, two, "prompt_lookup", prefix_allowed_tokens_fn=allowed, **settings)
 
 
 @pytest.mark.parametrize(
@@ -173,15 +144,13 @@ def test_every_row_has_its_own_allowed_tokens(copies, model, ids):
 def test_settings_on_left_padded_batches(settings, model, padded):
     ids, mask = padded
     settings = {**GREEDY, "eos_token_id": list(range(40, 60)), **settings}
-    ours, theirs = both(model, ids, "prompt_lookup", attention_mask=mask, **settings)
-    assert torch.equal(ours, theirs)
+    assert_same(model, ids, "prompt_lookup", attention_mask=mask, **settings)
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 3]], ids=str)
 def test_callers_processors_of_transformers_types_take_the_place_of_settings(sizes, model, ids):
     processors = [NoRepeatNGramLogitsProcessor(size) for size in sizes]
-    ours, theirs = both(model, ids, "prompt_lookup", logits_processor=processors, no_repeat_ngram_size=2, **GREEDY)
-    assert torch.equal(ours, theirs)
+    assert_same(model, ids, "prompt_lookup", logits_processor=processors, no_repeat_ngram_size=2, **GREEDY)
 
 
 def test_only_the_setting_of_a_processors_own_type_gives_way(model, padded):
@@ -189,8 +158,7 @@ def test_only_the_setting_of_a_processors_own_type_gives_way(model, padded):
     stops = list(range(40, 90))
     processors = [MinNewTokensLengthLogitsProcessor(8, 2, stops)]
     settings = {**GREEDY, "attention_mask": mask, "eos_token_id": stops, "min_length": 16}
-    ours, theirs = both(model, ids, "prompt_lookup", logits_processor=processors, **settings)
-    assert torch.equal(ours, theirs)
+    assert_same(model, ids, "prompt_lookup", logits_processor=processors, **settings)
 
 
 def test_callers_warpers_act_beside_those_of_the_settings(model, ids):
@@ -220,26 +188,12 @@ def test_refuses_by_name(model, ids):
 def test_position_ids_that_say_nothing_new_and_an_empty_cache_are_taken(model, padded):
     ids, mask = padded
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    ours = model.generate(
-        ids, attention_mask=mask, position_ids=positions, past_key_values=DynamicCache(),
-        custom_generate=specdec.hf_generate, **GREEDY
-    )  # fmt: skip
+    empty = {"position_ids": positions, "past_key_values": DynamicCache(), "custom_generate": specdec.hf_generate}
+    ours = model.generate(ids, attention_mask=mask, **empty, **GREEDY)
     assert torch.equal(ours, model.generate(ids, attention_mask=mask, **GREEDY))
 
 
 def test_streamer_gets_the_text_and_its_end(model, ids):
-    class Collector:
-        def __init__(self):
-            self.tokens, self.ends = [], 0
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            self.ends += 1
-
-    streamer = Collector()
-    ours = model.generate(
-        ids, custom_generate=specdec.hf_generate, drafter="lookahead", spec_streamer=streamer, **GREEDY
-    )
-    assert (streamer.tokens, streamer.ends) == (ours[0].tolist(), 1)
+    streamer = KeepingStreamer()
+    settings = {**GREEDY, "custom_generate": specdec.hf_generate, "drafter": "lookahead"}
+    streamer.check(model.generate(ids, spec_streamer=streamer, **settings)[0].tolist())

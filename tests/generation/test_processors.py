@@ -5,11 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor
-from transformers.generation import logits_process as hf
 
 import specdec
-from lib.families import VOCAB_SIZE, build_model, pad, random_prompts
-from lib.host_code import Alternating, noisy_copy
+from lib.families import VOCAB_SIZE, pad, random_prompts
+from lib.host_code import Alternating, by_transformers, noisy_copy
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafting.draft_tree import TreeTemplate
 from specdec.loop.processing import Processing
@@ -49,8 +48,7 @@ CASES = {
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_transformers_with_the_same_processor(case, batch, generator):
-    model = build_model("llama")
+def test_equals_transformers_with_the_same_processor(case, batch, generator, model):
     ids = torch.stack(random_prompts(generator, [9] * batch))
     settings = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0, **CASES[case]}
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)
@@ -67,8 +65,7 @@ def test_equals_transformers_with_the_same_processor(case, batch, generator):
 
 
 @pytest.mark.parametrize("case", ["history", "repetition_penalty", "min_new_tokens", "forced_eos"])
-def test_padding_is_no_history(case, generator):
-    model = build_model("llama")
+def test_padding_is_no_history(case, generator, model):
     prompts = random_prompts(generator, [4, 15, 9])
     ids, mask = pad(prompts, "left")
     settings = {"max_new_tokens": 40, "pad_token_id": 0, **CASES[case]}
@@ -78,8 +75,7 @@ def test_padding_is_no_history(case, generator):
         assert torch.equal(sequences[row, ids.shape[1] :][: len(alone)], alone)
 
 
-def test_behind_a_forced_first_token_another_is_suppressed():
-    model = build_model("llama")
+def test_behind_a_forced_first_token_another_is_suppressed(model):
     settings = {"forced_bos_token_id": 9, "max_new_tokens": 12, "do_sample": False}
     ids = torch.tensor([[3]])
     free = specdec.generate(model, None, ids, **settings)[0].tolist()
@@ -91,9 +87,8 @@ def test_behind_a_forced_first_token_another_is_suppressed():
 
 
 @pytest.mark.parametrize("given", [{}, {"top_k": None}, {"top_k": 0}, {"top_k": 3}])
-def test_top_k_is_50_unless_a_keyword_says_none(given):
+def test_top_k_is_50_unless_a_keyword_says_none(given, model):
     """The scores show how many tokens stay possible."""
-    model = build_model("llama")
     settings = {"do_sample": True, "max_new_tokens": 2, "return_dict_in_generate": True, "output_scores": True, **given}
     ids = torch.tensor([[3, 4, 5]])
     theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
@@ -119,18 +114,14 @@ class Strict(LogitsProcessor):
         return scores
 
 
-def test_a_grammar_is_never_asked_about_a_text_that_cannot_come_about(generator):
-    model = build_model("llama")
+def test_a_grammar_is_never_asked_about_a_text_that_cannot_come_about(generator, model):
     ids, stop = torch.tensor([[5, 20, 9]]), None
     drafter = DraftModel(noisy_copy(model), specdec.as_tree_shape((4, 3, 2)))
     for most in (3, 40):
         settings = {"max_new_tokens": most, "eos_token_id": stop, "pad_token_id": 0}
         grammar = [Strict(stop, 3 + most)]
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=grammar, **settings)
-        output = specdec.generate(
-            model, drafter, ids, logits_processor=grammar, return_dict_in_generate=True, **settings
-        )  # fmt: skip
-        assert torch.equal(output.sequences, expected)
+        assert torch.equal(specdec.generate(model, drafter, ids, logits_processor=grammar, **settings), expected)
         stop = int(expected[0, -1])
 
 
@@ -178,34 +169,11 @@ def test_every_node_has_the_scores_of_its_own_text(case, generator):
         assert len(expected) > 1, "no node below the root was compared"
 
 
-def by_transformers(settings, ids, scores):
-    """transformers' own warpers, in its order."""
-    settings = {"top_k": 50, **settings}
-    made = [
-        hf.RepetitionPenaltyLogitsProcessor(settings.get("repetition_penalty", 1.0)),
-        *([hf.NoRepeatNGramLogitsProcessor(1)] if "no_repeat_ngram_size" in settings else []),
-        hf.TemperatureLogitsWarper(settings.get("temperature", 1.0)),
-        *([hf.TopKLogitsWarper(settings["top_k"])] if settings["top_k"] else []),
-        hf.TopPLogitsWarper(settings.get("top_p", 1.0)),
-        hf.MinPLogitsWarper(settings.get("min_p", 0.0)),
-        *([hf.TypicalLogitsWarper(settings["typical_p"])] if "typical_p" in settings else []),
-        *([hf.EpsilonLogitsWarper(settings["epsilon_cutoff"])] if "epsilon_cutoff" in settings else []),
-        *([hf.EtaLogitsWarper(settings["eta_cutoff"])] if "eta_cutoff" in settings else []),
-        *([hf.LogitNormalization()] if "renormalize_logits" in settings else []),
-    ]
-    for processor in made:
-        scores = processor(ids, scores)
-    return scores
-
-
 @pytest.mark.parametrize("sampling", [False, True])
-def test_scores_and_logits_are_those_of_transformers(sampling, generator):
-    model = build_model("llama")
+def test_scores_and_logits_are_those_of_transformers(sampling, generator, model):
     ids = torch.stack(random_prompts(generator, [9, 9]))
-    settings = {
-        "max_new_tokens": 20, "repetition_penalty": 1.3, "output_scores": True, "output_logits": True,
-        "return_dict_in_generate": True, "eos_token_id": STOP, "pad_token_id": 0,
-    }  # fmt: skip
+    settings = {"max_new_tokens": 20, "repetition_penalty": 1.3, "eos_token_id": STOP, "pad_token_id": 0}
+    settings |= dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
     if sampling:  # one token is left, so that transformers must take the same
         settings |= {"do_sample": True, "top_k": 1, "temperature": 0.7}
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
@@ -222,8 +190,7 @@ def test_scores_and_logits_are_those_of_transformers(sampling, generator):
                 torch.testing.assert_close(got[step][row], want[step][row], atol=2e-4, rtol=1e-4)
 
 
-def test_a_processor_is_never_shown_a_finished_row(generator):
-    model = build_model("llama")
+def test_a_processor_is_never_shown_a_finished_row(generator, model):
     ids = torch.stack(random_prompts(generator, [6, 6]))
     stop = int(specdec.generate(model, None, ids[:1], max_new_tokens=4)[0, -1])
     seen = []

@@ -17,9 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging as transformers_logging
 
 import specdec
-from lib.fuzz_calls import Call, Recorder, make_call
+from lib.fuzz_calls import Call, make_call
 from lib.fuzz_flaws import Countdown, Flaw, Interrupt
 from lib.fuzz_reference import check_row, ends_at
+from lib.host_code import KeepingStreamer
 from lib.law_drafters import build_target
 from specdec.common.randomness import row_seeds
 from specdec.loop.rules import RULES
@@ -149,7 +150,7 @@ def _check_output(call: Call, model, arguments, output) -> None:
             assert kept is None or all(map(torch.equal, kept, getattr(full, name))), f"other {name} the second time"
     tokens = _check_rows(call, full)
     _check_stats(call, full)
-    if isinstance(arguments.get("streamer"), Recorder):
+    if isinstance(arguments.get("streamer"), KeepingStreamer):
         arguments["streamer"].check(full.sequences[0].tolist())
     _check_plain(call, model, full)
     if len(tokens) > 1:

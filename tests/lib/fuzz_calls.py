@@ -10,18 +10,22 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from lib.fuzz_flaws import FAILING_CODE, FLAWS, Flaw, PlantedError
-from lib.law_drafters import VOCAB_SIZE, build_target, make_drafter
+from lib.host_code import KeepingStreamer
+from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
 from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
 from specdec.drafters.lookahead import Lookahead
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.loop.rules import RULES, Naive, Rejection, Traversal, Typical
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
-MAX_DEPTH = {"medusa": 2, "hydra": 2, "amphista": 2, "parallelspec": 3}  # of the networks in law_drafters
-WITHOUT_TREE = ("none", "prompt_lookup", "lookahead")
-KINDS = (*WITHOUT_TREE, "draft", "medusa", "hydra", "eagle", "eagle3", "amphista", "parallelspec", "falcon")
+KINDS = tuple(DRAFTERS)
+WITHOUT_TREE = tuple(kind for kind in KINDS if kind in KINDS_WITHOUT_WEIGHTS)
+# of the networks in law_drafters
+MAX_DEPTH = {"medusa": 2, "hydra": 2, "hydra++": 2, "amphista": 2, "parallelspec": 3, "parallelspec_medusa": 3}
 GROWS = ("eagle", "eagle3")
+DRAWING = tuple(name for name, rule in RULES.items() if rule.draws_drafts)
 
 
 @dataclass
@@ -132,27 +136,6 @@ class Parity(StoppingCriteria):
         return (ids[:, -2:].sum(1) % 3 == self.rest) & torch.tensor(ids.shape[1] >= self.length)
 
 
-class Recorder:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.received: list[list[int]] = []
-        self.ended = False
-
-    def put(self, value):
-        assert not self.ended, "a streamer was fed after its end"
-        self.received.append(value.flatten().tolist())
-
-    def end(self):
-        self.ended = True
-
-    def check(self, text: list[int]) -> None:
-        """It must have been given the whole text, in order, and never nothing."""
-        assert self.ended
-        assert all(self.received), self.received
-        assert [token for tokens in self.received for token in tokens] == text, f"{self.received}, not {text}"
-
-
 def other_half(row, text):
     """A `prefix_allowed_tokens_fn`: even tokens after odd ones, and the reverse."""
     return list(range((int(text[-1]) + 1) % 2, VOCAB_SIZE, 2))
@@ -180,7 +163,7 @@ def make_call(seed: int) -> Call:
         copies = settings["num_return_sequences"] = rng.randint(1, 3)
     _add_seed(rng, call, len(prompts) * copies)
     if len(prompts) * copies == 1 and rng.random() < 0.4:
-        call.makers["streamer"] = Recorder
+        call.makers["streamer"] = KeepingStreamer
     for name in ("output_scores", "output_logits"):
         if rng.random() < 0.3:
             settings[name] = True
@@ -232,13 +215,13 @@ def _add_drafter_and_rule(rng: random.Random, call: Call, do_sample: bool) -> No
     """A drafter of the call's kind, and a rule that can judge it."""
     kind, rule = call.kind, rng.choice(["auto", "auto", *RULES])
     if not do_sample:
-        rule = rng.choice(["auto", "auto", "greedy", "typical"])
-    elif rule == "greedy" or (rule in ("rejection", "traversal") and kind in WITHOUT_TREE):
+        rule = rng.choice(["auto", "auto", *(name for name, one in RULES.items() if not one.samples)])
+    elif rule == "greedy" or (rule in DRAWING and kind in WITHOUT_TREE):
         rule = "auto"
-    dense = rule in ("rejection", "traversal")
+    dense = rule in DRAWING
     max_rank = 4 if kind == "eagle3" else VOCAB_SIZE - 1
     shape: TreeShape | DynamicTree = random_tree(rng, MAX_DEPTH.get(kind, 4), max_rank, dense=dense)
-    if rule == "traversal" and make_drafter("draft_tree" if kind == "draft" else kind).shares_candidates:
+    if rule == "traversal" and make_drafter(kind).shares_candidates:
         shape = TreeShape.chain(rng.randint(1, 2))
     if kind in GROWS and not dense and rng.random() < 0.4:
         depth, top_k = rng.randint(0, 3), rng.randint(1, 4)
@@ -266,7 +249,7 @@ def _drafter_maker(rng: random.Random, call: Call, shape: TreeShape | DynamicTre
     if kind == "lookahead":
         level, window, guesses = rng.randint(2, 4), rng.randint(1, 4), rng.randint(1, 4)
         return lambda: Lookahead(level=level, window=window, guesses=guesses)
-    if kind == "draft":
+    if kind.startswith("draft"):
         model = build_target(seed=rng.choice([0, 1]))  # now and then the target itself, which is always right
         if rng.random() < 0.3:
             call.arguments["tree"] = rng.choice([shape, 3, (2, 2)])

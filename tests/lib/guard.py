@@ -12,10 +12,9 @@ from specdec.kernels.common.library import as_ops
 
 aten = torch.ops.aten
 LOOKS = frozenset({"item", "is_nonzero", "_local_scalar_dense", "equal", "allclose"})
-SHAPES_BY_DATA = frozenset({
-    "nonzero", "nonzero_numpy", "argwhere", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive",
-    "bincount", "repeat_interleave",
-})  # fmt: skip
+UNIQUE = frozenset({"unique_dim", "_unique", "_unique2", "unique_consecutive"})
+FOUND = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_select"})
+SHAPES_BY_DATA = UNIQUE | FOUND | {"bincount", "repeat_interleave"}
 FROM_HOST = frozenset({"lift_fresh", "lift", "pin_memory", "_pin_memory"})
 INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
 
@@ -38,9 +37,8 @@ class Guard(TorchDispatchMode):
         self.num_checked += 1
         if name in LOOKS | SHAPES_BY_DATA | FROM_HOST:
             raise HostError(f"{func} in the middle of a step")
-        if name in INDEXING and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        ):  # fmt: skip
+        indices = [index for index in args[1] if index is not None] if name in INDEXING else []
+        if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
             raise HostError(f"{func} with a mask in the middle of a step")
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         devices = {str(tensor.device) for tensor in tensors if tensor.ndim}

@@ -1,4 +1,7 @@
-"""A target of seven tokens, and a drafter of every kind for it: random networks, right often enough by chance."""
+"""A target of seven tokens, a drafter of every kind for it, and the rules that sample without loss.
+
+Networks are random, and right often enough by chance. All tests that hold for every drafter go through `DRAFTERS`.
+"""
 
 from functools import lru_cache
 
@@ -7,12 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.lookahead import Lookahead
+from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.loop.rules import Naive, Rejection, Traversal
 from specdec.models.target.target import Target
 from specdec.training.objectives.amphista import AmphistaObjective
 from specdec.training.objectives.eagle import EagleObjective
 from specdec.training.objectives.falcon import FalconObjective
-from specdec.training.objectives.hydra import HydraObjective
+from specdec.training.objectives.hydra import HydraObjective, HydraPlusPlusObjective
 from specdec.training.objectives.medusa import MedusaObjective
 from specdec.training.objectives.parallelspec import ParallelSpecObjective
 from specdec.trees.shape import TreeShape
@@ -24,11 +29,10 @@ _TREE = TreeShape.from_k_config((3, 2))
 @lru_cache
 def build_target(seed: int = 0, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     """A random model whose laws are neither flat nor sure."""
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.25, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None,
-    )  # fmt: skip
+    sizes = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = LlamaConfig(**sizes, **heads, **no_tokens, initializer_range=0.25)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval()
@@ -50,7 +54,7 @@ def _trained(objective, shape, **settings):
 
 
 DRAFTERS = {
-    "none": lambda: None,
+    "none": NoDrafter,
     "prompt_lookup": lambda: PromptLookup(max_ngram=2, num_draft_tokens=3),
     "lookahead": lambda: Lookahead(level=3, window=3, guesses=2),
     # vocabularies may be padded differently: one has a token more than the target, one lacks the target's last
@@ -58,16 +62,39 @@ DRAFTERS = {
     "draft_tree": lambda: DraftModel(build_target(seed=1, vocab_size=VOCAB_SIZE + 1), _TREE),
     "medusa": _trained(MedusaObjective, _TREE, num_heads=2),
     "hydra": _trained(HydraObjective, _TREE, num_heads=2),
+    "hydra++": _trained(HydraPlusPlusObjective, _TREE, num_heads=2),
     "eagle": _trained(EagleObjective, _TREE),
     "eagle3": _trained(EagleObjective, _TREE, version=3, tap_layers=(0, 1, 2), draft_tokens=(0, 2, 3, 4, 6)),
     "amphista": _trained(AmphistaObjective, _TREE, num_heads=2),
     "parallelspec": _trained(ParallelSpecObjective, _TREE, num_masks=2),
+    "parallelspec_medusa": _trained(ParallelSpecObjective, _TREE, variant="medusa", num_masks=2),
     "falcon": _trained(FalconObjective, _TREE),
+}
+
+
+SAMPLING_RULES = {
+    "naive": Naive(),
+    "naive, drawn": Naive(drawn=True),
+    "rejection": Rejection(),
+    "rejection with replacement": Rejection(replacement=True),
+    "traversal": Traversal(),
 }
 
 
 def make_drafter(kind):
     """A drafter of this kind, with the same weights each time."""
-    from specdec.drafters.none import NoDrafter
+    return DRAFTERS[kind]()
 
-    return DRAFTERS[kind]() or NoDrafter()
+
+def judged_by(rules):
+    """Every (kind, name of a rule) of `rules` by name that can judge what the kind proposes."""
+    drafters = {kind: make_drafter(kind) for kind in DRAFTERS}
+    return [(kind, name) for kind, drafter in drafters.items() for name, rule in rules.items() if _fits(rule, drafter)]
+
+
+def _fits(rule, drafter):
+    try:
+        rule.check(drafter)
+    except ValueError:
+        return False
+    return True

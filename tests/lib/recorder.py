@@ -23,8 +23,6 @@ def references_as_kernels(monkeypatch):
     references.
     """
     for module in pkgutil.iter_modules(specdec.kernels.__path__):
-        if module.ispkg or module.name == "launch":
-            continue
         loaded = importlib.import_module(f"specdec.kernels.{module.name}")
         if hasattr(loaded, "resolve_backend"):
             monkeypatch.setattr(loaded, "resolve_backend", lambda tensor, backend=None: "reference")

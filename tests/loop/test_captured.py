@@ -44,10 +44,6 @@ def two_decoders(kind, rule, monkeypatch):
     return eager, Decoder(target, make_drafter(kind), acceptance=rule, capture=Recorder())
 
 
-def rule_of(kind, sampling):
-    return choose_rule("auto", make_drafter(kind), do_sample=sampling)
-
-
 def same(result, expected):
     assert result.tokens == expected.tokens
     assert result.stats.num_emitted == expected.stats.num_emitted
@@ -61,14 +57,12 @@ def same(result, expected):
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_replaying_a_recorded_step_gives_the_text_of_the_eager_loop(kind, sampling, lengths, generator, monkeypatch):
-    eager, replayed = two_decoders(kind, rule_of(kind, sampling), monkeypatch)
+    rule = choose_rule("auto", make_drafter(kind), do_sample=sampling)
+    eager, replayed = two_decoders(kind, rule, monkeypatch)
     settings = {"stop_tokens": [2], "seed": 5}
     for max_new_tokens in (14, 9):  # one recording serves both
         prompts = some_prompts(generator, lengths)
-        same(
-            replayed.decode(prompts, max_new_tokens, **settings),
-            eager.decode(prompts, max_new_tokens, **settings),
-        )
+        same(*(decoder.decode(prompts, max_new_tokens, **settings) for decoder in (replayed, eager)))
     assert replayed.captured.engine.num_recorded == 1
 
 
@@ -76,18 +70,14 @@ def test_replaying_a_recorded_step_gives_the_text_of_the_eager_loop(kind, sampli
 def test_every_rule_and_all_processing_at_once(rule, generator, monkeypatch):
     eager, replayed = two_decoders("draft_tree", RULES[rule](), monkeypatch)
     prompts = some_prompts(generator, [4, 7])
-    results = [
-        decoder.decode(prompts, 16, seed=3, processing=warped(prompts, decoder)) for decoder in (replayed, eager)
-    ]
-    same(*results)
+    same(*(decoder.decode(prompts, 16, seed=3, processing=warped(prompts, decoder)) for decoder in (replayed, eager)))
 
 
 def warped(prompts, decoder, **settings):
-    settings = {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "repetition_penalty": 1.3, **settings}
-    return Processing(
-        GenerationConfig(**settings), do_sample=True, prompt_lengths=[len(prompt) for prompt in prompts],
-        max_new_tokens=16, width=max(map(len, prompts)), backend=decoder.backend,
-    )  # fmt: skip
+    config = GenerationConfig(**{"temperature": 0.8, "top_k": 5, "top_p": 0.95, "repetition_penalty": 1.3, **settings})
+    lengths = [*map(len, prompts)]
+    sizes = {"prompt_lengths": lengths, "width": max(lengths), "max_new_tokens": 16}
+    return Processing(config, do_sample=True, **sizes, backend=decoder.backend)
 
 
 @pytest.mark.parametrize("drafter", ["hydra++", "eagle", "eagle3", "parallelspec_medusa", "falcon"])
@@ -105,7 +95,8 @@ def test_bundled_drafters_replay(drafter, monkeypatch):
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_surplus_replays_change_nothing_that_is_reported(kind, generator, monkeypatch):
-    _, decoder = two_decoders(kind, rule_of(kind, True), monkeypatch)
+    rule = choose_rule("auto", make_drafter(kind), do_sample=True)
+    _, decoder = two_decoders(kind, rule, monkeypatch)
     result = decoder.decode(some_prompts(generator, [6, 2, 4, 3, 5]), 15, stop_tokens=[2], seed=1)
     state = decoder.captured.memories()[0].state
     lengths = state.cache.lengths.tolist()
@@ -196,9 +187,8 @@ def test_code_on_the_host_gets_the_eager_loop(generator, monkeypatch):
     _, decoder = two_decoders("medusa", None, monkeypatch)
     prompts = some_prompts(generator, [5])
     assert not decoder.decode(prompts, 6, on_step=lambda report: None).stats.captured
-    custom = Processing(
-        GenerationConfig(no_repeat_ngram_size=3), do_sample=False, prompt_lengths=[5], max_new_tokens=6, width=5
-    )  # fmt: skip
+    config = GenerationConfig(no_repeat_ngram_size=3)
+    custom = Processing(config, do_sample=False, prompt_lengths=[5], max_new_tokens=6, width=5)
     assert not decoder.decode(prompts, 6, processing=custom).stats.captured
     assert not decoder.decode(prompts, 1).stats.captured
     assert decoder.captured.engine.num_recorded == 0
@@ -312,25 +302,17 @@ def test_nan_logits_in_a_replayed_step_are_an_error_that_names_the_step(are_writ
     assert decoder.decode(prompts, 12).tokens == expected
 
 
-def test_a_moved_model_is_captured_anew(generator, monkeypatch):
-    _, decoder = two_decoders("none", None, monkeypatch)
+@pytest.mark.parametrize("moved", ["target", "drafter"])
+def test_what_moved_is_captured_anew(moved, generator, monkeypatch):
+    _, decoder = two_decoders("medusa", None, monkeypatch)
     prompts = some_prompts(generator, [5])
     decoder.decode(prompts, 4)
-    weight = decoder.target.model.model.norm.weight
+    owner = decoder.target.model.model.norm if moved == "target" else decoder.drafter.network
+    weight = next(owner.parameters())
     kept = weight.data
     weight.data = kept.clone()
     decoder.decode(prompts, 4)
     weight.data = kept
-    assert decoder.captured.engine.num_recorded == 2
-
-
-def test_a_drafter_that_moved_is_captured_anew(generator, monkeypatch):
-    _, decoder = two_decoders("medusa", None, monkeypatch)
-    prompts = some_prompts(generator, [5])
-    decoder.decode(prompts, 4)
-    weight = next(decoder.drafter.network.parameters())
-    weight.data = weight.data.clone()
-    decoder.decode(prompts, 4)
     assert decoder.captured.engine.num_recorded == 2
 
 

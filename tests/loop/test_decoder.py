@@ -74,26 +74,6 @@ def test_any_stop_token_and_any_budget_cut_exactly_there(data):
     assert sum(result.stats.num_emitted[0]) == len(expected) - 1
 
 
-def test_a_row_does_not_depend_on_its_companions(model, generator):
-    prompts = random_prompts(generator, [3, 21, 8, 14])
-    decoder = Decoder(model, PromptLookup(num_draft_tokens=4))
-    together = decoder.decode(prompts, 20, stop_tokens=[11, 12])
-    for row, prompt in enumerate(prompts):
-        alone = decoder.decode([prompt], 20, stop_tokens=[11, 12])
-        assert together.tokens[row] == alone.tokens[0]
-        assert together.stats.num_emitted[row] == alone.stats.num_emitted[0]
-
-
-def test_rows_that_finish_early_keep_their_text(model, plain, generator):
-    prompts = random_prompts(generator, [6, 6, 6])
-    texts = plain.decode(prompts, 30).tokens
-    stop = texts[0][2]  # ends row 0 at its third token at the latest
-    got = plain.decode(prompts, 30, stop_tokens=[stop]).tokens
-    assert len(got[0]) <= 3
-    for text, cut in zip(texts, got, strict=True):
-        assert cut == (text[: text.index(stop) + 1] if stop in text else text)
-
-
 def test_every_emitted_token_is_reported_once_and_in_order(model, generator):
     prompts = random_prompts(generator, [12])
     steps = []

@@ -4,16 +4,17 @@ Many rows decode the same prompt with seeds of their own; the law of their first
 target's, which transformers computes for every possible beginning. Seeds are fixed, so a right rule passes for good.
 """
 
-import itertools
 from functools import lru_cache
 
 import pytest
 import torch
-from transformers.generation import logits_process as hf
 
 import specdec
-from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
+from lib.host_code import by_transformers
+from lib.law_drafters import DRAFTERS, SAMPLING_RULES, VOCAB_SIZE, build_target, judged_by, make_drafter
 from lib.laws import chi_square_p_value
+from specdec.common.randomness import Uniforms, row_seeds
+from specdec.drafting.candidates import DraftLaw
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Naive, Rejection, Traversal
 from specdec.models.target.scores import Scores
@@ -25,45 +26,18 @@ WARPERS = {
     "cold and cut": {"temperature": 0.7, "top_k": 4, "top_p": 0.9},
     "path": {"repetition_penalty": 1.8, "min_p": 0.08, "top_k": 0},
 }
-RULES = {
-    "naive": Naive(),
-    "naive, drawn": Naive(drawn=True),
-    "rejection": Rejection(),
-    "rejection with replacement": Rejection(replacement=True),
-    "traversal": Traversal(),
-}
-
-
-def fits(kind, rule):
-    """Whether the rule takes what the drafter proposes."""
-    try:
-        RULES[rule].check(make_drafter(kind))
-    except ValueError:
-        return False
-    return True
-
-
-CASES = [(kind, rule) for kind in DRAFTERS for rule in RULES if fits(kind, rule)]
+CASES = judged_by(SAMPLING_RULES)
 
 
 @lru_cache
 def law(warpers):
     """[V, V, V] the target's law of three tokens after the prompt, one text at a time."""
     target, settings = build_target(), WARPERS[warpers]
-    processors = [
-        hf.RepetitionPenaltyLogitsProcessor(settings.get("repetition_penalty", 1.0)),
-        hf.TemperatureLogitsWarper(settings.get("temperature", 1.0)),
-        *([hf.TopKLogitsWarper(settings["top_k"])] if settings["top_k"] else []),
-        hf.TopPLogitsWarper(settings.get("top_p", 1.0)),
-        hf.MinPLogitsWarper(settings.get("min_p", 0.0)),
-    ]
 
     def after(text):
         with torch.no_grad():
             scores = target(text[None]).logits[0, -1:]
-        for processor in processors:
-            scores = processor(text[None], scores)
-        return scores[0].double().softmax(-1)
+        return by_transformers(settings, text[None], scores)[0].double().softmax(-1)
 
     joint = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
     first = after(PROMPT)
@@ -76,10 +50,9 @@ def law(warpers):
 
 def sample(kind, rule, settings, num_rows=NUM_ROWS):
     """[V, V, V] counts of the first three tokens, and the acceptance length."""
-    output = specdec.generate(
-        build_target(), make_drafter(kind), PROMPT.expand(num_rows, -1), acceptance=rule, do_sample=True, seed=11,
-        max_new_tokens=3, return_dict_in_generate=True, **settings,
-    )  # fmt: skip
+    settings = {"do_sample": True, "max_new_tokens": 3, "seed": 11, "return_dict_in_generate": True, **settings}
+    prompts = PROMPT.expand(num_rows, -1)
+    output = specdec.generate(build_target(), make_drafter(kind), prompts, acceptance=rule, **settings)
     new = output.sequences[:, len(PROMPT) :]
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE)
     counts.index_put_(tuple(new.T), torch.ones(num_rows), accumulate=True)
@@ -90,7 +63,7 @@ def sample(kind, rule, settings, num_rows=NUM_ROWS):
 @pytest.mark.parametrize(("kind", "rule"), CASES)
 def test_the_first_three_tokens_have_the_targets_law(kind, rule, warpers):
     expected = law(warpers).flatten()
-    counts, tau = sample(kind, RULES[rule], WARPERS[warpers])
+    counts, tau = sample(kind, SAMPLING_RULES[rule], WARPERS[warpers])
     if "naive" not in rule and warpers == "plain":  # elsewhere all drafts may be improbable for the target
         assert tau > 1.02, "nothing was accepted: no rule was at work"
     assert not counts.flatten()[expected == 0].any(), "a token of probability 0 was emitted"
@@ -120,6 +93,18 @@ def test_a_wrong_rule_fails_the_law_test(kind, wrong, monkeypatch):
     assert chi_square_p_value(counts.flatten(), law("plain").flatten()) < 1e-4
 
 
+@pytest.mark.parametrize("rule", [rule for rule in SAMPLING_RULES if rule != "naive"])
+def test_candidates_have_the_drafters_law(rule, generator):
+    logits = torch.randn(1, 1, 4, generator=generator)
+    chooser = SAMPLING_RULES[rule].chooser(DraftLaw(temperature=0.8), Uniforms(row_seeds(3, 4000)))
+    first, second = chooser(logits.expand(4000, -1, -1), 2).tokens[:, 0].T
+    law = (logits[0, 0].double() / 0.8).softmax(-1)
+    pairs = law[:, None] * law
+    if "with replacement" not in rule:
+        pairs = (pairs / (1 - law[:, None])).fill_diagonal_(0)
+    assert chi_square_p_value(torch.bincount(4 * first + second, minlength=16), pairs.flatten()) > 1e-3
+
+
 def test_a_row_depends_on_its_seed_alone():
     target, kinds = build_target(), [kind for kind in DRAFTERS if kind != "none"]
     prompts = [PROMPT, PROMPT[:5], PROMPT[:2]]
@@ -147,15 +132,8 @@ def test_seeds_come_from_torch_when_none_is_given():
 
 def test_several_sequences_per_prompt_differ():
     ids = torch.stack((PROMPT, PROMPT.flip(0)))
-    output = specdec.generate(
-        build_target(),
-        make_drafter("draft_tree"),
-        ids,
-        do_sample=True,
-        num_return_sequences=3,
-        max_new_tokens=12,
-        seed=0,
-    )
+    settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "seed": 0}
+    output = specdec.generate(build_target(), make_drafter("draft_tree"), ids, **settings)
     assert output.shape == (6, len(PROMPT) + 12)
     assert torch.equal(output[:, : len(PROMPT)], ids.repeat_interleave(3, 0))
     assert len({tuple(row.tolist()) for row in output}) == 6
@@ -166,10 +144,9 @@ def test_typical_acceptance_is_the_papers_formula_and_says_that_it_is_lossy(sett
     threshold, alpha = settings
     target = build_target()
     rule = specdec.Typical(threshold=threshold, alpha=alpha)
-    output = specdec.generate(
-        target, make_drafter("draft_chain"), PROMPT[None], acceptance=rule, do_sample=True, temperature=0.7, top_k=0,
-        max_new_tokens=40, return_dict_in_generate=True, seed=1,
-    )  # fmt: skip
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 40, "seed": 1}
+    settings |= {"acceptance": rule, "return_dict_in_generate": True}
+    output = specdec.generate(target, make_drafter("draft_chain"), PROMPT[None], **settings)
     assert not output.lossless
     text, place = PROMPT.tolist(), len(PROMPT)
     new = output.sequences[0].tolist()
@@ -189,9 +166,3 @@ def test_typical_acceptance_is_the_papers_formula_and_says_that_it_is_lossy(sett
         assert new[place - 1] == probs[place - 2].argmax() or (place == len(new) and is_typical[-1])
     assert place == len(new)
     assert text == new[: len(PROMPT)]
-
-
-def test_all_beginnings_add_up():
-    for warpers in WARPERS:
-        assert law(warpers).sum().item() == pytest.approx(1.0)
-    assert len(list(itertools.product(range(VOCAB_SIZE), repeat=3))) == VOCAB_SIZE**3

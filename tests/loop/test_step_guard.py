@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from lib.families import FAMILIES, build_model
 from lib.guard import Guard, GuardedEngine, HostError
-from lib.law_drafters import DRAFTERS, build_target, make_drafter
+from lib.law_drafters import build_target, judged_by, make_drafter
 from lib.recorder import references_as_kernels
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.eagle import Eagle
@@ -21,28 +21,15 @@ from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
-
-def rules_for(kind):
-    """Every rule that can judge what this kind proposes."""
-    drafter = make_drafter(kind)
-    for name, rule in RULES.items():
-        try:
-            rule().check(drafter)
-        except ValueError:
-            continue
-        yield name
-
-
-CASES = [(kind, rule) for kind in DRAFTERS for rule in rules_for(kind)]
+CASES = judged_by({name: rule() for name, rule in RULES.items()})
 pytestmark = pytest.mark.interpreter
 
 EVERYTHING = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 
 def processing(**settings):
-    return Processing(
-        GenerationConfig(**settings), do_sample=True, prompt_lengths=[1], max_new_tokens=8, width=1, backend="triton"
-    )  # fmt: skip
+    sizes = {"prompt_lengths": [1], "max_new_tokens": 8, "width": 1}
+    return Processing(GenerationConfig(**settings), do_sample=True, **sizes, backend="triton")
 
 
 def check(target, drafter, rule="greedy", *, opaque=True, **settings):

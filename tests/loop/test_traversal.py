@@ -11,7 +11,6 @@ from specdec.kernels.reference.accept_traversal import traversal_weights
 from specdec.trees.shape import TreeShape
 from specdec.trees.traversal import TraversalTables
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V = 3
 SHAPES = {
     "one": TreeShape.chain(1),
@@ -129,28 +128,23 @@ def test_the_emitted_law_is_the_targets(shape, zeros):
     assert_is_the_targets(emitted, laws, length)
 
 
-NUM_PROGRAMS = 10**6 if DEVICE == "cuda" else 1300  # the interpreter takes milliseconds for each
-
-
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("zeros", [False, True], ids=["full laws", "draft laws of two tokens"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_branch_is_decided_so(shape, zeros, backend):
+def test_every_branch_is_decided_so(shape, zeros, backend, device):
     """What the op emits has the target's law, where all branches are run; otherwise it is what the branch says."""
     laws = Laws(seed=7, zeros=zeros)
     drafts, call = enumerated(shape, laws)
     listed = list(branches(shape, drafts, call))
-    stride = 1 if backend == "reference" else -(-len(listed) * shape.num_nodes // NUM_PROGRAMS)
+    num_programs = 10**6 if device == "cuda" else 1300  # the interpreter takes milliseconds for each
+    stride = 1 if backend == "reference" else -(-len(listed) * shape.num_nodes // num_programs)
     index, uniform, uniform_final, masses, starts = zip(*listed[::stride], strict=True)
-    tables = TraversalTables.of(shape, torch.device(DEVICE))
-    rows = torch.tensor(index)
-    tokens, parent, logits, draft_logits, draft_row = (tensor.to(DEVICE) for tensor in call)
-    rows = rows.to(DEVICE)
-    verdict = accept_traversal(
-        tokens[rows], parent, logits[rows], draft_logits[rows], draft_row,
-        torch.tensor(uniform, device=DEVICE), torch.tensor(uniform_final, device=DEVICE), tables.order, tables.steps,
-        max_depth=shape.max_depth, backend=backend,
-    )  # fmt: skip
+    tables = TraversalTables.of(shape, torch.device(device))
+    tokens, parent, logits, draft_logits, draft_row = (tensor.to(device) for tensor in call)
+    rows, *uniforms = (torch.tensor(values, device=device) for values in (index, uniform, uniform_final))
+    laws_of = (logits[rows], draft_logits[rows], draft_row)
+    how = {"max_depth": shape.max_depth, "backend": backend}
+    verdict = accept_traversal(tokens[rows], parent, *laws_of, *uniforms, tables.order, tables.steps, **how)
     length, emitted = shape.max_depth + 1, {}
     for got, mass, start in zip(verdict.emitted.tolist(), masses, starts, strict=True):
         own = tuple(token for token in got if token >= 0)

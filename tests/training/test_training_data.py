@@ -135,8 +135,10 @@ def test_held_out_texts_are_not_trained_on():
 
 
 def test_batches_are_padded_on_the_right():
-    batch = collate([*samples(1, 9, prompt=2), *samples(1, 12)])
+    texts = [*samples(1, 9, prompt=2), *samples(1, 12)]
+    batch = collate(texts)
     assert batch["input_ids"].shape == (2, 12)
+    assert batch["input_ids"][0].tolist() == [*texts[0].tokens.tolist(), 0, 0, 0]
     assert batch["loss_mask"].int().sum(1).tolist() == [7, 12]
     assert not batch["loss_mask"][0, 9:].any()
     assert not batch["loss_mask"][0, :2].any()

@@ -45,6 +45,8 @@ def test_heads_compute_the_papers_equation(heads, generator):
             state = state + torch.nn.functional.silu(state @ weight.T + bias)
         torch.testing.assert_close(logits[:, head], state @ tensors[f"{head}.2.weight"].T, atol=1e-5, rtol=1e-5)
     assert torch.equal(heads(hidden, num_heads=2), logits[:, :2])
+    with torch.no_grad():  # what drafting runs
+        torch.testing.assert_close(heads(hidden), logits)
 
 
 @pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors", "old_pickle.pt"])

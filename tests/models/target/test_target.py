@@ -97,6 +97,7 @@ def test_states_are_those_of_the_model(generator):
             output = target.prefill(prompt[None], torch.tensor([9], dtype=torch.int32), cache)
     assert_near(output.hidden, states[-1])  # after the final norm
     assert_near(output.taps[0], states[1])  # output of layer 0
+    assert Target(model, tap_layers=(2,)).tap([0, 2]) == [1, 0], "places that were given out stay"
     assert output.taps[1].shape == states[-1].shape
     assert_near(model.model.norm(output.taps[1]), states[-1])
 
