@@ -1,4 +1,4 @@
-"""Records as tables in Markdown, padded so that a terminal can show them too."""
+"""Records as tables in Markdown, padded (to 24 places at most) so that a terminal can show them too."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     """Rows by the headings of their columns; nothing for no rows."""
     if not rows:
         return ""
-    widths = {heading: max(len(heading), 3, *(len(row[heading]) for row in rows)) for heading in rows[0]}
+    widths = {heading: min(24, max(3, len(heading), *(len(row[heading]) for row in rows))) for heading in rows[0]}
     lines = [dict(zip(widths, widths, strict=True)), {heading: "-" * width for heading, width in widths.items()}, *rows]
     return "".join(f"| {' | '.join(line[h].ljust(width) for h, width in widths.items())} |\n" for line in lines)
 
