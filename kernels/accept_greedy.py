@@ -29,10 +29,10 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
 from specdec.kernels.common.primitives import load_parents, store_verdict
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.common.walk import check_walk, empty_verdict
+from specdec.kernels.common.walk import check_walk, empty_verdict, verdict_fields
 from specdec.kernels.reference.accept_greedy import accept_greedy as accept_greedy_reference
 
 __all__ = ["accept_greedy"]
@@ -45,10 +45,7 @@ def _accept_greedy_kernel(
     target_ptr,  # [B, N]
     budget_ptr,  # [B] or None
     stop_tokens_ptr,  # [NUM_STOPS] or None
-    path_ptr,  # [B, MAX_DEPTH + 1]
-    num_accepted_ptr,  # [B]
-    next_root_ptr,  # [B]
-    emitted_ptr,  # [B, MAX_DEPTH + 1]
+    verdict_ptrs,  # the fields of a `Verdict`
     stride_tb,
     stride_pb,
     stride_gb,
@@ -62,8 +59,9 @@ def _accept_greedy_kernel(
     b = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
+    tokens_ptr += b * stride_tb
     parent = load_parents(parent_ptr + b * stride_pb, offs_n, mask_n)  # [BLOCK_N]
-    token = tl.load(tokens_ptr + b * stride_tb + offs_n, mask=mask_n, other=-1)
+    token = tl.load(tokens_ptr + offs_n, mask=mask_n, other=-1)
 
     has_parent = parent >= 0
     # the target's choice at the parent
@@ -81,10 +79,8 @@ def _accept_greedy_kernel(
 
     emitted = tl.load(target_ptr + b * stride_gb + path, mask=path >= 0, other=-1)
     store_verdict(
-        path, emitted, b, tl.load(tokens_ptr + b * stride_tb),
-        budget_ptr, stop_tokens_ptr, path_ptr, num_accepted_ptr, next_root_ptr, emitted_ptr,
-        MAX_DEPTH, NUM_STOPS, BLOCK_D,
-    )  # fmt: skip
+        path, emitted, b, tokens_ptr, budget_ptr, stop_tokens_ptr, verdict_ptrs, MAX_DEPTH, NUM_STOPS, BLOCK_D
+    )
 
 
 def _launch_config(num_nodes: int, max_depth: int) -> LaunchConfig:
@@ -139,12 +135,8 @@ def accept_greedy(
     verdict = empty_verdict(tokens, max_depth)
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
     config = _launch_config(num_nodes, max_depth)
+    tensors = tokens, parent, target_tokens, budget, stop_tokens, verdict_fields(verdict)
+    strides = tokens.stride(0), batch_stride(parent), target_tokens.stride(0)
     with on_device(tokens):
-        _accept_greedy_kernel[(batch,)](
-            tokens, parent, target_tokens, budget, stop_tokens if num_stops else None,
-            verdict.path, verdict.num_accepted, verdict.next_root, verdict.emitted,
-            stride_tb=tokens.stride(0), stride_pb=0 if parent.shape[0] == 1 else parent.stride(0),
-            stride_gb=target_tokens.stride(0),
-            N=num_nodes, MAX_DEPTH=max_depth, NUM_STOPS=num_stops, **config.kwargs(),
-        )  # fmt: skip
+        _accept_greedy_kernel[(batch,)](*tensors, *strides, num_nodes, max_depth, num_stops, **config.kwargs())
     return verdict

@@ -42,8 +42,7 @@ __all__ = ["accept_naive"]
 def _draw_tokens_kernel(
     logits_ptr,  # [B, N, V]
     uniform_ptr,  # [B, N]
-    max_ptr,  # [B, N, NUM_TILES]
-    sum_ptr,  # [B, N, NUM_TILES]
+    tiles,  # maxima and sums, [B, N, NUM_TILES] each
     drawn_ptr,  # [B, N]
     stride_lb,
     stride_ln,
@@ -58,7 +57,7 @@ def _draw_tokens_kernel(
     n = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     row = b * N + n
-    row_max, masses = tile_masses(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
+    row_max, masses = tile_masses(tiles, row, NUM_TILES, BLOCK_T)
     tile, goal = pick_tile(masses, tl.load(uniform_ptr + b * stride_ub + n), BLOCK_T)
     offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     end = tl.where(tl.sum(masses, 0) > 0.0, V, 0)  # a finished request has no mass and is not read
@@ -85,8 +84,7 @@ def accept_naive(
 
     Args:
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
-            CPU only; on a GPU a node with another parent counts as padding.
+        parent: [B, N] or [1, N] int32, topological, as in `accept_greedy`.
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target samples from their softmax.
         uniform: [B, N] float32 in [0, 1), contiguous in N; independent, one per node.
         max_depth: largest depth of any node (the root has depth 0); the walk goes no deeper.
@@ -111,12 +109,11 @@ def accept_naive(
         return accept_naive_reference(tokens, parent, logits, uniform, **limits, upcast=False)
 
     config = tiles_config(logits.shape[-1])
-    tile_max, tile_sum, _ = softmax_tiles(logits, config, budget=budget)
+    tiles = softmax_tiles(logits, config, budget=budget)[:2]
     drawn = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+    strides = *logits.stride()[:2], uniform.stride(0)
     with on_device(tokens):
         _draw_tokens_kernel[(num_nodes, batch)](
-            logits, uniform, tile_max, tile_sum, drawn,
-            stride_lb=logits.stride(0), stride_ln=logits.stride(1), stride_ub=uniform.stride(0),
-            N=num_nodes, V=logits.shape[-1], **config.kwargs(),
-        )  # fmt: skip
+            logits, uniform, tiles, drawn, *strides, num_nodes, logits.shape[-1], **config.kwargs()
+        )
     return accept_greedy(tokens, parent, drawn, **limits, backend="triton")

@@ -39,12 +39,12 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
 from specdec.kernels.common.primitives import (
+    draw_residual,
     load_logits,
     load_parents,
-    pick,
-    pick_tile,
+    mass_outside,
     residual,
     row_law,
     softmax_tiles,
@@ -52,7 +52,13 @@ from specdec.kernels.common.primitives import (
     tiles_config,
 )
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.common.walk import RESIDUAL_FLOOR, check_draft_laws, check_walk, empty_verdict
+from specdec.kernels.common.walk import (
+    RESIDUAL_FLOOR,
+    check_draft_laws,
+    check_walk,
+    empty_verdict,
+    verdict_fields,
+)
 from specdec.kernels.reference.accept_rejection import accept_rejection as accept_rejection_reference
 
 __all__ = ["accept_rejection"]
@@ -60,23 +66,14 @@ __all__ = ["accept_rejection"]
 
 @triton.jit
 def _residual_pass(
-    target_row_ptr,
-    draft_row_ptr,
-    target_lse,
-    draft_lse,
-    scale,
-    V,
-    NUM_TILES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    laws, scale, V, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr
 ):
     """Residual masses of all tiles; tiles are loaded ahead, or one program alone would wait for each."""
     offs_t = tl.arange(0, BLOCK_T)
     masses = tl.zeros([BLOCK_T], tl.float32)
     for t in tl.range(0, NUM_TILES, num_stages=STAGES):
         offs_v = t * BLOCK_V + tl.arange(0, BLOCK_V)
-        left, _ = residual(target_row_ptr, draft_row_ptr, target_lse, draft_lse, scale, offs_v, offs_v < V)
+        left, _ = residual(laws, scale, offs_v, offs_v < V)
         masses = tl.where(offs_t == t, tl.sum(left, 0), masses)
     return masses
 
@@ -89,10 +86,8 @@ def _first_residual_kernel(
     draft_ptr,  # [B, M, V]
     draft_row_ptr,  # [N]
     budget_ptr,  # [B] or None
-    max_ptr,  # [B, N, NUM_TILES], as the next
-    sum_ptr,
-    draft_max_ptr,  # [B, M, NUM_TILES], as the next
-    draft_sum_ptr,
+    tiles,  # maxima and sums, [B, N, NUM_TILES] each
+    draft_tiles,  # the same of the draft's, [B, M, NUM_TILES] each
     residual_ptr,  # [B, N, NUM_TILES]
     untried_ptr,  # [B, N, NUM_TILES]
     stride_tb,
@@ -119,24 +114,19 @@ def _first_residual_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     child_of_n = load_parents(parent_ptr + b * stride_pb, offs_n, mask_n) == n
-    child = tl.min(tl.where(child_of_n, offs_n, BLOCK_N), 0)
     m = tl.load(draft_row_ptr + n).to(tl.int64)
-    if (m < 0) | (m >= M) | (child == BLOCK_N):
+    if (m < 0) | (m >= M) | (tl.max(child_of_n.to(tl.int32), 0) == 0):
         return
 
-    row, draft = (b * N + n) * NUM_TILES, (b * M + m) * NUM_TILES
-    target_lse, _ = row_law(max_ptr + row, sum_ptr + row, NUM_TILES, BLOCK_T)
-    draft_lse, _ = row_law(draft_max_ptr + draft, draft_sum_ptr + draft, NUM_TILES, BLOCK_T)
+    target_lse, _ = row_law(tiles, b * N + n, NUM_TILES, BLOCK_T)
+    draft_lse, _ = row_law(draft_tiles, b * M + m, NUM_TILES, BLOCK_T)
+    logits_ptr += b * stride_lb + n * stride_ln
+    draft_ptr += b * stride_db + m * stride_dm
     offs_v = t * BLOCK_V + tl.arange(0, BLOCK_V)
-    left, q = residual(
-        logits_ptr + b * stride_lb + n * stride_ln, draft_ptr + b * stride_db + m * stride_dm,
-        target_lse, draft_lse, 1.0, offs_v, offs_v < V,
-    )  # fmt: skip
-    while child < BLOCK_N:
-        q = tl.where(offs_v == tl.load(tokens_ptr + b * stride_tb + child), 0.0, q)
-        child = tl.min(tl.where(child_of_n & (offs_n > child), offs_n, BLOCK_N), 0)
-    tl.store(residual_ptr + row + t, tl.sum(left, 0))
-    tl.store(untried_ptr + row + t, tl.sum(q, 0))
+    left, q = residual((logits_ptr, draft_ptr, target_lse, draft_lse), 1.0, offs_v, offs_v < V)
+    out = (b * N + n) * NUM_TILES + t
+    tl.store(residual_ptr + out, tl.sum(left, 0))
+    tl.store(untried_ptr + out, mass_outside(q, offs_v, tokens_ptr + b * stride_tb, child_of_n, BLOCK_N))
 
 
 @triton.jit
@@ -144,30 +134,27 @@ def _try_children(
     token,  # [BLOCK_N]
     uniform,  # [BLOCK_N]
     untried,  # [BLOCK_N] the children
-    target_row_ptr,  # [V]
-    draft_row_ptr,  # [V]
-    target_lse,
-    draft_lse,
+    laws,  # as in `residual`
     masses,  # [BLOCK_T] of p
-    residual_ptr,  # [NUM_TILES]
-    untried_ptr,  # [NUM_TILES]
+    known,  # of the node, [NUM_TILES] each: the residual after a first rejection, mass of q outside the children
     V,
     FLOOR: tl.constexpr,
     REPLACEMENT: tl.constexpr,
     NUM_TILES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """The first accepted child or -1; and, if there is none, the scale and the tile masses of the law that is left."""
+    BLOCK_N: tl.constexpr = token.shape[0]
+    BLOCK_T: tl.constexpr = masses.shape[0]
     offs_n, offs_t = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+    target_row_ptr, draft_row_ptr, target_lse, draft_lse = laws
     target_masses = masses
     is_token = untried & (token >= 0) & (token < V)
     p_token = tl.exp(load_logits(target_row_ptr, token, is_token) - target_lse)  # [BLOCK_N]
     q_token = tl.exp(load_logits(draft_row_ptr, token, is_token) - draft_lse)
     if not REPLACEMENT:
-        outside = tl.sum(tl.load(untried_ptr + offs_t, mask=offs_t < NUM_TILES, other=0.0), 0)
+        outside = tl.sum(tl.load(known[1] + offs_t, mask=offs_t < NUM_TILES, other=0.0), 0)
 
     scale = tl.full((), 0.0, tl.float32)
     z = tl.full((), 1.0, tl.float32)
@@ -185,11 +172,9 @@ def _try_children(
         else:
             scale += z / w
             if scale == 1.0:  # the first rejection of this node, computed before the walk
-                masses = tl.load(residual_ptr + offs_t, mask=offs_t < NUM_TILES, other=0.0)
+                masses = tl.load(known[0] + offs_t, mask=offs_t < NUM_TILES, other=0.0)
             else:
-                masses = _residual_pass(
-                    target_row_ptr, draft_row_ptr, target_lse, draft_lse, scale, V, NUM_TILES, BLOCK_T, BLOCK_V, STAGES
-                )
+                masses = _residual_pass(laws, scale, V, NUM_TILES, BLOCK_T, BLOCK_V, STAGES)
             z = tl.sum(masses, 0)
             if not REPLACEMENT:
                 # positive terms alone: 1 - (the mass of the rejected) would cancel where the draft is sure of itself
@@ -210,16 +195,11 @@ def _accept_rejection_kernel(
     uniform_final_ptr,  # [B]
     budget_ptr,  # [B] or None
     stop_tokens_ptr,  # [NUM_STOPS] or None
-    max_ptr,  # [B, N, NUM_TILES], as the next
-    sum_ptr,
-    draft_max_ptr,  # [B, M, NUM_TILES], as the next
-    draft_sum_ptr,
+    tiles,  # maxima and sums, [B, N, NUM_TILES] each
+    draft_tiles,  # the same of the draft's, [B, M, NUM_TILES] each
     residual_ptr,  # [B, N, NUM_TILES], as the next
     untried_ptr,
-    path_ptr,  # [B, MAX_DEPTH + 1]
-    num_accepted_ptr,  # [B]
-    next_root_ptr,  # [B]
-    emitted_ptr,  # [B, MAX_DEPTH + 1]
+    verdict_ptrs,  # the fields of a `Verdict`
     stride_tb,
     stride_pb,
     stride_lb,
@@ -245,8 +225,11 @@ def _accept_rejection_kernel(
     b = tl.program_id(0).to(tl.int64)
     offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     mask_n = offs_n < N
+    tokens_ptr += b * stride_tb
+    logits_ptr += b * stride_lb
+    draft_ptr += b * stride_db
     parent = load_parents(parent_ptr + b * stride_pb, offs_n, mask_n)  # [BLOCK_N]
-    token = tl.load(tokens_ptr + b * stride_tb + offs_n, mask=mask_n, other=0)
+    token = tl.load(tokens_ptr + offs_n, mask=mask_n, other=0)
     uniform = tl.load(uniform_ptr + b * stride_ub + offs_n, mask=mask_n, other=0.0)
     limit = tl.full((), MAX_DEPTH, tl.int32)
     if budget_ptr is not None:
@@ -257,46 +240,37 @@ def _accept_rejection_kernel(
     path = tl.where(offs_d == 0, 0, -1)  # [BLOCK_D]
     emitted = path * 0 - 1
     row = b * N
-    target_lse, masses = row_law(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
-    draft = b * M
+    target_lse, masses = row_law(tiles, row, NUM_TILES, BLOCK_T)
+    m = tl.full((), 0, tl.int64)
     draft_lse = tl.full((), float("inf"), tl.float32)  # q is 0 where no law was read
     scale = tl.full((), 0.0, tl.float32)
     walking = depth < limit
     while walking:
-        m = tl.load(draft_row_ptr + node)
-        m = tl.where(m < M, m, -1)
-        draft = b * M + tl.maximum(m, 0)
-        draft_lse, _ = row_law(draft_max_ptr + draft * NUM_TILES, draft_sum_ptr + draft * NUM_TILES, NUM_TILES, BLOCK_T)
+        m = tl.load(draft_row_ptr + node).to(tl.int64)
+        untried = mask_n & (parent == node) & (m >= 0) & (m < M)
+        m = tl.where((m >= 0) & (m < M), m, 0)
+        draft_lse, _ = row_law(draft_tiles, b * M + m, NUM_TILES, BLOCK_T)
+        laws = logits_ptr + node.to(tl.int64) * stride_ln, draft_ptr + m * stride_dm, target_lse, draft_lse
+        known = residual_ptr + row * NUM_TILES, untried_ptr + row * NUM_TILES
         accepted, scale, masses = _try_children(
-            token, uniform, mask_n & (parent == node) & (m >= 0),
-            logits_ptr + b * stride_lb + node.to(tl.int64) * stride_ln,
-            draft_ptr + b * stride_db + (draft - b * M) * stride_dm,
-            target_lse, draft_lse, masses, residual_ptr + row * NUM_TILES, untried_ptr + row * NUM_TILES, V,
-            FLOOR, REPLACEMENT, NUM_TILES, BLOCK_T, BLOCK_V, STAGES, BLOCK_N,
-        )  # fmt: skip
+            token, uniform, untried, laws, masses, known, V, FLOOR, REPLACEMENT, NUM_TILES, BLOCK_V, STAGES
+        )
         walking = accepted >= 0
         if walking:
             node, scale = accepted, scale * 0.0
             row = b * N + node
-            target_lse, masses = row_law(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
-            emitted = tl.where(offs_d == depth, tl.load(tokens_ptr + b * stride_tb + node), emitted)
+            target_lse, masses = row_law(tiles, row, NUM_TILES, BLOCK_T)
+            emitted = tl.where(offs_d == depth, tl.load(tokens_ptr + node), emitted)
             depth += 1
             path = tl.where(offs_d == depth, node, path)
             walking = depth < limit
 
-    tile, goal = pick_tile(masses, tl.load(uniform_final_ptr + b), BLOCK_T)
-    offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    left, _ = residual(
-        logits_ptr + b * stride_lb + node.to(tl.int64) * stride_ln,
-        draft_ptr + b * stride_db + (draft - b * M) * stride_dm,
-        target_lse, draft_lse, scale, offs_v, offs_v < V,
-    )  # fmt: skip
-    emitted = tl.where(offs_d == depth, tile * BLOCK_V + pick(left, goal, BLOCK_V), emitted)
+    laws = logits_ptr + node.to(tl.int64) * stride_ln, draft_ptr + m * stride_dm, target_lse, draft_lse
+    last = draw_residual(masses, tl.load(uniform_final_ptr + b), laws, scale, V, BLOCK_T, BLOCK_V)
+    emitted = tl.where(offs_d == depth, last, emitted)
     store_verdict(
-        path, emitted, b, tl.load(tokens_ptr + b * stride_tb),
-        budget_ptr, stop_tokens_ptr, path_ptr, num_accepted_ptr, next_root_ptr, emitted_ptr,
-        MAX_DEPTH, NUM_STOPS, BLOCK_D,
-    )  # fmt: skip
+        path, emitted, b, tokens_ptr, budget_ptr, stop_tokens_ptr, verdict_ptrs, MAX_DEPTH, NUM_STOPS, BLOCK_D
+    )
 
 
 def _launch_config(num_nodes: int, max_depth: int, vocab_size: int) -> LaunchConfig:
@@ -336,8 +310,7 @@ def accept_rejection(
 
     Args:
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
-            CPU only; on a GPU a node with another parent counts as padding.
+        parent: [B, N] or [1, N] int32, topological, as in `accept_greedy`.
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target samples from their softmax.
         draft_logits: [B, M, V] float32, float16 or bfloat16, contiguous in V; the drafter sampled from their softmax.
         draft_row: [N] int32, the draft law that a node's children were drawn from, in [0, M); -1: its children, if any,
@@ -362,10 +335,8 @@ def accept_rejection(
     check_draft_laws(tokens, logits, draft_logits, draft_row, uniform, uniform_final)
     limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
-        return accept_rejection_reference(
-            tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final,
-            replacement=replacement, **limits, upcast=False,
-        )  # fmt: skip
+        arguments = tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final
+        return accept_rejection_reference(*arguments, replacement=replacement, **limits, upcast=False)
 
     (batch, num_nodes), vocab_size = tokens.shape, logits.shape[-1]
     tiles, config = tiles_config(vocab_size), _launch_config(num_nodes, max_depth, vocab_size)
@@ -375,22 +346,16 @@ def accept_rejection(
     verdict = empty_verdict(tokens, max_depth)
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
     laws = (tokens, parent, logits, draft_logits, draft_row)
-    sizes = {
-        "stride_tb": tokens.stride(0), "stride_pb": 0 if parent.shape[0] == 1 else parent.stride(0),
-        "stride_lb": logits.stride(0), "stride_ln": logits.stride(1),
-        "stride_db": draft_logits.stride(0), "stride_dm": draft_logits.stride(1),
-        "N": num_nodes, "M": draft_logits.shape[1], "V": vocab_size,
-    }  # fmt: skip
+    masses, limits = (target_tiles, draft_tiles, residuals, untried), (uniform, uniform_final, budget, stop_tokens)
+    strides = tokens.stride(0), batch_stride(parent), *logits.stride()[:2], *draft_logits.stride()[:2]
+    sizes = num_nodes, draft_logits.shape[1], vocab_size
+    flags = {"FLOOR": RESIDUAL_FLOOR, "REPLACEMENT": replacement, "MAX_DEPTH": max_depth, "NUM_STOPS": num_stops}
     with on_device(tokens):
         _first_residual_kernel[(tiles.blocks["NUM_TILES"], num_nodes, batch)](
-            *laws, budget, *target_tiles, *draft_tiles, residuals, untried,
-            **sizes, BLOCK_N=config.blocks["BLOCK_N"], **tiles.kwargs(),
-        )  # fmt: skip
+            *laws, budget, *masses, *strides, *sizes, BLOCK_N=config.blocks["BLOCK_N"], **tiles.kwargs()
+        )
+        strides += (uniform.stride(0),)
         _accept_rejection_kernel[(batch,)](
-            *laws, uniform, uniform_final, budget, stop_tokens if num_stops else None,
-            *target_tiles, *draft_tiles, residuals, untried,
-            verdict.path, verdict.num_accepted, verdict.next_root, verdict.emitted,
-            **sizes, stride_ub=uniform.stride(0),
-            FLOOR=RESIDUAL_FLOOR, REPLACEMENT=replacement, MAX_DEPTH=max_depth, NUM_STOPS=num_stops, **config.kwargs(),
-        )  # fmt: skip
+            *laws, *limits, *masses, verdict_fields(verdict), *strides, *sizes, **flags, **config.kwargs()
+        )
     return verdict

@@ -46,10 +46,10 @@ from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
 from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.common.primitives import (
+    draw_residual,
     load_logits,
     load_parents,
-    pick,
-    pick_tile,
+    mass_outside,
     residual,
     row_law,
     softmax_tiles,
@@ -57,7 +57,13 @@ from specdec.kernels.common.primitives import (
     tiles_config,
 )
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.common.walk import RESIDUAL_FLOOR, check_draft_laws, check_walk, empty_verdict
+from specdec.kernels.common.walk import (
+    RESIDUAL_FLOOR,
+    check_draft_laws,
+    check_walk,
+    empty_verdict,
+    verdict_fields,
+)
 from specdec.kernels.reference.accept_traversal import accept_traversal as accept_traversal_reference
 
 __all__ = ["accept_traversal"]
@@ -67,9 +73,13 @@ _CHUNK = 4096
 
 
 @triton.jit
-def _refuse(w, c, z, next_c, next_z, FLOOR: tl.constexpr):
-    """w, c and Z once a child was refused, and whether p changed; next_c is -1 if it cannot have been drawn."""
-    is_drawn = next_c >= 0.0
+def _refuse(state_ptr, size, at, mask, next_z, FLOOR: tl.constexpr):
+    """w, c and Z of a node once its child `at` was refused, and whether p changed; `next_z` is Z after the child."""
+    w = tl.load(state_ptr + size + at, mask=mask, other=0.0)
+    c = tl.load(state_ptr + 2 * size + at, mask=mask, other=0.0)
+    z = tl.load(state_ptr + 3 * size + at, mask=mask, other=1.0)
+    next_c = tl.load(state_ptr + 4 * size + at, mask=mask, other=-1.0)
+    is_drawn = next_c >= 0.0  # -1: it cannot have been drawn
     mass = w * next_z / z
     refused = mass + (1.0 - w)
     left = tl.where(refused > FLOOR, mass / tl.maximum(refused, FLOOR), 1.0)
@@ -92,10 +102,7 @@ def _refuse_child(
     """State of a node once its child was refused: w, c, Z, and the child whose residual p is now, -1 for none."""
     offs_t = tl.arange(0, BLOCK_T)
     masses = tl.load(residual_ptr + at * NUM_TILES + offs_t, mask=offs_t < NUM_TILES, other=0.0)
-    w, c, z, is_law = _refuse(
-        tl.load(state_ptr + size + at), tl.load(state_ptr + 2 * size + at), tl.load(state_ptr + 3 * size + at),
-        tl.load(state_ptr + 4 * size + at), tl.sum(masses, 0), FLOOR,
-    )  # fmt: skip
+    w, c, z, is_law = _refuse(state_ptr, size, at, True, tl.sum(masses, 0), FLOOR)
     return w, c, z, tl.where(is_law, child, tl.load(law_ptr + at))
 
 
@@ -108,10 +115,8 @@ def _judge_children_kernel(
     draft_ptr,  # [B, M, V]
     draft_row_ptr,  # [N]
     budget_ptr,  # [B] or None
-    max_ptr,  # [B, N, NUM_TILES], as the next
-    sum_ptr,
-    draft_max_ptr,  # [B, M, NUM_TILES], as the next
-    draft_sum_ptr,
+    tiles,  # maxima and sums, [B, N, NUM_TILES] each
+    draft_tiles,  # the same of the draft's, [B, M, NUM_TILES] each
     state_ptr,  # [5, B, N] per child: the w it arrives with; w, c, Z of its parent before it; c after it or -1
     law_ptr,  # [B, N] per child: the sibling whose residual its parent's p is before it, -1 for none
     residual_ptr,  # [B, N, NUM_TILES] per child: its parent's Z after it
@@ -150,15 +155,17 @@ def _judge_children_kernel(
     has_law = (m >= 0) & (m < M)
     m = tl.where(has_law, m, 0)
 
-    row, draft, at = (b * N + n) * NUM_TILES, (b * M + m) * NUM_TILES, b * N + child
-    target_row_ptr = logits_ptr + b * stride_lb + n * stride_ln
-    draft_row_ptr = draft_ptr + b * stride_db + m * stride_dm
-    target_lse, _ = row_law(max_ptr + row, sum_ptr + row, NUM_TILES, BLOCK_T)
-    draft_lse, _ = row_law(draft_max_ptr + draft, draft_sum_ptr + draft, NUM_TILES, BLOCK_T)
-    token = tl.load(tokens_ptr + b * stride_tb + offs_n, mask=siblings, other=-1)  # [BLOCK_N]
+    untried_ptr += (b * N + n) * NUM_TILES
+    tokens_ptr += b * stride_tb
+    logits_ptr += b * stride_lb + n * stride_ln
+    draft_ptr += b * stride_db + m * stride_dm
+    at = b * N + child
+    target_lse, _ = row_law(tiles, b * N + n, NUM_TILES, BLOCK_T)
+    draft_lse, _ = row_law(draft_tiles, b * M + m, NUM_TILES, BLOCK_T)
+    token = tl.load(tokens_ptr + offs_n, mask=siblings, other=-1)  # [BLOCK_N]
     is_token = siblings & has_law & (token >= 0) & (token < V)
-    q_token = tl.exp(load_logits(draft_row_ptr, token, is_token) - draft_lse)
-    p_child = tl.sum(tl.exp(load_logits(target_row_ptr, token, is_token & (offs_n == child)) - target_lse), 0)
+    q_token = tl.exp(load_logits(draft_ptr, token, is_token) - draft_lse)
+    p_child = tl.sum(tl.exp(load_logits(logits_ptr, token, is_token & (offs_n == child)) - target_lse), 0)
     q_child = tl.sum(tl.where(offs_n == child, q_token, 0.0), 0)
     if before < 0:
         w = tl.load(state_ptr + b * N + n, mask=n > 0, other=1.0)
@@ -169,7 +176,7 @@ def _judge_children_kernel(
             b * N + before, before, state_ptr, law_ptr, residual_ptr, size, FLOOR, NUM_TILES, BLOCK_T
         )
         # positive terms alone: 1 - (the mass of the children before) would cancel where the draft is sure of itself
-        outside = tl.load(untried_ptr + row + offs_t, mask=offs_t < NUM_TILES, other=0.0)
+        outside = tl.load(untried_ptr + offs_t, mask=offs_t < NUM_TILES, other=0.0)
         left = tl.sum(outside, 0) + tl.sum(tl.where(offs_n >= child, q_token, 0.0), 0)
 
     is_drawn = (q_child > 0.0) & (w > 0.0)  # after a w of 0 nothing changes any more
@@ -184,14 +191,10 @@ def _judge_children_kernel(
         tl.store(law_ptr + at, law)
     if has_law & (w > 0.0):
         offs_v = t * BLOCK_V + tl.arange(0, BLOCK_V)
-        mass, q = residual(target_row_ptr, draft_row_ptr, target_lse, draft_lse, next_c, offs_v, offs_v < V)
+        mass, q = residual((logits_ptr, draft_ptr, target_lse, draft_lse), next_c, offs_v, offs_v < V)
         tl.store(residual_ptr + at * NUM_TILES + t, tl.sum(mass, 0))
         if before < 0:
-            sibling = tl.min(tl.where(siblings, offs_n, BLOCK_N), 0)
-            while sibling < BLOCK_N:
-                q = tl.where(offs_v == tl.load(tokens_ptr + b * stride_tb + sibling), 0.0, q)
-                sibling = tl.min(tl.where(siblings & (offs_n > sibling), offs_n, BLOCK_N), 0)
-            tl.store(untried_ptr + row + t, tl.sum(q, 0))
+            tl.store(untried_ptr + t, mass_outside(q, offs_v, tokens_ptr, siblings, BLOCK_N))
 
 
 @triton.jit
@@ -208,11 +211,10 @@ def _first_accepted(
     FLOOR: tl.constexpr,
     NUM_TILES: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """The first node in post-order whose uniform lies below its weight; the root if there is none before it."""
-    offs_c, offs_n, offs_t = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+    offs_c, offs_n, offs_t = tl.arange(0, BLOCK_C), tl.arange(0, parent.shape[0]), tl.arange(0, BLOCK_T)
     accepted = tl.full((), 0, tl.int32)
     start = tl.full((), 0, tl.int32)
     while start < end:
@@ -223,16 +225,9 @@ def _first_accepted(
         last = tl.max(tl.where(node[:, None] == parent[None, :], offs_n[None, :], -1), 1)  # child
         has_child = (above >= 0) & (last >= 0)
         at = row + last
-        masses = tl.load(
-            residual_ptr + at[:, None] * NUM_TILES + offs_t[None, :],
-            mask=has_child[:, None] & (offs_t[None, :] < NUM_TILES), other=0.0,
-        )  # fmt: skip
-        w, _, _, _ = _refuse(
-            tl.load(state_ptr + size + at, mask=has_child, other=0.0),
-            tl.load(state_ptr + 2 * size + at, mask=has_child, other=0.0),
-            tl.load(state_ptr + 3 * size + at, mask=has_child, other=1.0),
-            tl.load(state_ptr + 4 * size + at, mask=has_child, other=-1.0), tl.sum(masses, 1), FLOOR,
-        )  # fmt: skip
+        mask = has_child[:, None] & (offs_t[None, :] < NUM_TILES)
+        masses = tl.load(residual_ptr + at[:, None] * NUM_TILES + offs_t[None, :], mask=mask, other=0.0)
+        w, _, _, _ = _refuse(state_ptr, size, at, has_child, tl.sum(masses, 1), FLOOR)
         arrival = tl.load(state_ptr + row + node, mask=above >= 0, other=0.0)
         w = tl.where(has_child & (arrival > 0.0), w, arrival)  # after a w of 0 nothing changes any more
         is_accepted = tl.load(uniform_ptr + node) < w
@@ -257,19 +252,14 @@ def _accept_traversal_kernel(
     order_ptr,  # [N]
     budget_ptr,  # [B] or None
     stop_tokens_ptr,  # [NUM_STOPS] or None
-    max_ptr,  # [B, N, NUM_TILES], as the next
-    sum_ptr,
-    draft_max_ptr,  # [B, M, NUM_TILES], as the next
-    draft_sum_ptr,
+    tiles,  # maxima and sums, [B, N, NUM_TILES] each
+    draft_tiles,  # the same of the draft's, [B, M, NUM_TILES] each
     state_ptr,  # [5, B, N]
     law_ptr,  # [B, N]
     residual_ptr,  # [B, N, NUM_TILES]
-    path_ptr,  # [B, MAX_DEPTH + 1]
-    num_accepted_ptr,  # [B]
-    next_root_ptr,  # [B]
-    emitted_ptr,  # [B, MAX_DEPTH + 1]
-    stride_tb,
+    verdict_ptrs,  # the fields of a `Verdict`
     stride_ub,
+    stride_tb,
     stride_lb,
     stride_ln,
     stride_db,
@@ -295,20 +285,19 @@ def _accept_traversal_kernel(
     end = N
     if budget_ptr is not None:
         end = tl.where(tl.load(budget_ptr + b) > 0, N, 0)
+    tokens_ptr += b * stride_tb
+    uniform_ptr += b * stride_ub
     node = _first_accepted(
-        order_ptr, uniform_ptr + b * stride_ub, state_ptr, residual_ptr, parent, b * N, end, size, N,
-        FLOOR, NUM_TILES, BLOCK_T, BLOCK_N, BLOCK_C,
-    )  # fmt: skip
+        order_ptr, uniform_ptr, state_ptr, residual_ptr, parent, b * N, end, size, N, FLOOR, NUM_TILES, BLOCK_T, BLOCK_C
+    )
 
-    row = b * N + node
-    target_lse, masses = row_law(max_ptr + row * NUM_TILES, sum_ptr + row * NUM_TILES, NUM_TILES, BLOCK_T)
+    target_lse, masses = row_law(tiles, b * N + node, NUM_TILES, BLOCK_T)
     m = tl.load(draft_row_ptr + node).to(tl.int64)
     draft_lse = tl.full((), float("inf"), tl.float32)  # q is 0 where no law was read
     c = tl.full((), 0.0, tl.float32)
     last = tl.max(tl.where(parent == node, offs_n, -1), 0)
     if (last >= 0) & (m >= 0) & (m < M) & (end > 0):
-        draft = (b * M + m) * NUM_TILES
-        draft_lse, _ = row_law(draft_max_ptr + draft, draft_sum_ptr + draft, NUM_TILES, BLOCK_T)
+        draft_lse, _ = row_law(draft_tiles, b * M + m, NUM_TILES, BLOCK_T)
         _, c, _, law = _refuse_child(
             b * N + last, last, state_ptr, law_ptr, residual_ptr, size, FLOOR, NUM_TILES, BLOCK_T
         )
@@ -317,13 +306,10 @@ def _accept_traversal_kernel(
             masses = tl.load(residual_ptr + at + offs_t, mask=offs_t < NUM_TILES, other=0.0)
     m = tl.where((m >= 0) & (m < M), m, 0)
 
-    tile, goal = pick_tile(masses, tl.load(uniform_final_ptr + b), BLOCK_T)
-    offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    left, _ = residual(
-        logits_ptr + b * stride_lb + node.to(tl.int64) * stride_ln, draft_ptr + b * stride_db + m * stride_dm,
-        target_lse, draft_lse, c, offs_v, offs_v < V,
-    )  # fmt: skip
-    token = tile * BLOCK_V + pick(left, goal, BLOCK_V)
+    logits_ptr += b * stride_lb + node.to(tl.int64) * stride_ln
+    draft_ptr += b * stride_db + m * stride_dm
+    laws = logits_ptr, draft_ptr, target_lse, draft_lse
+    token = draw_residual(masses, tl.load(uniform_final_ptr + b), laws, c, V, BLOCK_T, BLOCK_V)
 
     depth, above = node * 0, tl.max(tl.where(offs_n == node, parent, -1), 0)
     while above >= 0:
@@ -333,13 +319,11 @@ def _accept_traversal_kernel(
     while depth > 0:
         path = tl.where(offs_d == depth, node, path)
         depth -= 1
-        emitted = tl.where(offs_d == depth, tl.load(tokens_ptr + b * stride_tb + node), emitted)
+        emitted = tl.where(offs_d == depth, tl.load(tokens_ptr + node), emitted)
         node = tl.max(tl.where(offs_n == node, parent, -1), 0)
     store_verdict(
-        path, emitted, b, tl.load(tokens_ptr + b * stride_tb),
-        budget_ptr, stop_tokens_ptr, path_ptr, num_accepted_ptr, next_root_ptr, emitted_ptr,
-        MAX_DEPTH, NUM_STOPS, BLOCK_D,
-    )  # fmt: skip
+        path, emitted, b, tokens_ptr, budget_ptr, stop_tokens_ptr, verdict_ptrs, MAX_DEPTH, NUM_STOPS, BLOCK_D
+    )
 
 
 def _launch_config(num_nodes: int, max_depth: int, vocab_size: int) -> LaunchConfig:
@@ -380,8 +364,7 @@ def accept_traversal(
 
     Args:
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N; siblings must differ.
-        parent: [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the CPU only; on
-            a GPU a node with another parent counts as padding.
+        parent: [1, N] int32, topological, as in `accept_greedy`.
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target samples from their softmax.
         draft_logits: [B, M, V] float32, float16 or bfloat16, contiguous in V; the drafter sampled from their softmax.
         draft_row: [N] int32, the draft law that a node's children were drawn from, in [0, M); otherwise its children,
@@ -413,10 +396,8 @@ def accept_traversal(
     check_tensor("steps", steps, shape=(None, None), dtype=torch.int32, device=tokens.device)
     limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
-        return accept_traversal_reference(
-            tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final, order, steps,
-            **limits, upcast=False,
-        )  # fmt: skip
+        arguments = tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final, order, steps
+        return accept_traversal_reference(*arguments, **limits, upcast=False)
 
     tiles, config = tiles_config(vocab_size), _launch_config(num_nodes, max_depth, vocab_size)
     target_tiles = softmax_tiles(logits, tiles, budget=budget)[:2]
@@ -426,22 +407,19 @@ def accept_traversal(
     state, law = residuals.new_zeros(5, batch, num_nodes), tokens.new_empty(batch, num_nodes)
     verdict = empty_verdict(tokens, max_depth)
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
-    sizes = {
-        "stride_tb": tokens.stride(0), "stride_lb": logits.stride(0), "stride_ln": logits.stride(1),
-        "stride_db": draft_logits.stride(0), "stride_dm": draft_logits.stride(1),
-        "size": batch * num_nodes, "N": num_nodes, "M": draft_logits.shape[1], "V": vocab_size, "FLOOR": RESIDUAL_FLOOR,
-    }  # fmt: skip
+    tree = tokens, parent, logits, draft_logits, draft_row
+    judged = target_tiles, draft_tiles, state, law, residuals
+    rows = uniform, uniform_final, order, budget, stop_tokens
+    strides = tokens.stride(0), *logits.stride()[:2], *draft_logits.stride()[:2]
+    sizes = batch * num_nodes, num_nodes, draft_logits.shape[1], vocab_size, RESIDUAL_FLOOR
+    blocks = {**tiles.kwargs(), "BLOCK_N": config.blocks["BLOCK_N"]}
     with on_device(tokens):
         for step in range(steps.shape[0]):
             _judge_children_kernel[(tiles.blocks["NUM_TILES"], steps.shape[1], batch)](
-                steps, tokens, parent, logits, draft_logits, draft_row, budget, *target_tiles, *draft_tiles,
-                state, law, residuals, untried, start=step * steps.stride(0), **sizes,
-                BLOCK_N=config.blocks["BLOCK_N"], **tiles.kwargs(),
-            )  # fmt: skip
+                steps, *tree, budget, *judged, untried, step * steps.stride(0), *strides, *sizes, **blocks
+            )
+        outputs, limit = verdict_fields(verdict), {"MAX_DEPTH": max_depth, "NUM_STOPS": num_stops}
         _accept_traversal_kernel[(batch,)](
-            tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final, order,
-            budget, stop_tokens if num_stops else None, *target_tiles, *draft_tiles, state, law, residuals,
-            verdict.path, verdict.num_accepted, verdict.next_root, verdict.emitted,
-            **sizes, stride_ub=uniform.stride(0), MAX_DEPTH=max_depth, NUM_STOPS=num_stops, **config.kwargs(),
-        )  # fmt: skip
+            *tree, *rows, *judged, outputs, uniform.stride(0), *strides, *sizes, **limit, **config.kwargs()
+        )
     return verdict

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
 from specdec.kernels.common.primitives import (
     load_logits,
     load_parents,
@@ -43,7 +43,7 @@ from specdec.kernels.common.primitives import (
     tiles_config,
 )
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.common.walk import check_logits, check_walk, empty_verdict
+from specdec.kernels.common.walk import check_logits, check_walk, empty_verdict, verdict_fields
 from specdec.kernels.reference.accept_typical import accept_typical as accept_typical_reference
 
 __all__ = ["accept_typical"]
@@ -55,9 +55,7 @@ def _typical_scores_kernel(
     parent_ptr,  # [B or 1, N]
     logits_ptr,  # [B, N, V]
     budget_ptr,  # [B] or None
-    max_ptr,  # [B, N, NUM_TILES], as the next two
-    sum_ptr,
-    moment_ptr,
+    tiles,  # maxima, sums and moments, [B, N, NUM_TILES] each
     score_ptr,  # [B, N]
     stride_tb,
     stride_pb,
@@ -78,14 +76,14 @@ def _typical_scores_kernel(
         n = tl.where(tl.load(budget_ptr + b) > 0, n, -1)
     score = tl.full((), float("-inf"), tl.float32)
     if n >= 0:
-        row = (b * N + n) * NUM_TILES
-        row_max, masses = tile_masses(max_ptr + row, sum_ptr + row, NUM_TILES, BLOCK_T)
+        row_max, masses = tile_masses(tiles, b * N + n, NUM_TILES, BLOCK_T)
         offs_t = tl.arange(0, BLOCK_T)
         mask_t = offs_t < NUM_TILES
+        row = (b * N + n) * NUM_TILES
         # sum (x - M) e^(x - M): the tiles' own moments, moved from m_t to M
-        shift = tl.load(max_ptr + row + offs_t, mask=mask_t, other=0.0) - row_max
+        shift = tl.load(tiles[0] + row + offs_t, mask=mask_t, other=0.0) - row_max
         shift = tl.where(masses > 0.0, shift, 0.0)  # 0 * -inf is NaN, its limit is 0
-        moment = tl.load(moment_ptr + row + offs_t, mask=mask_t, other=0.0) * tl.exp(shift) + shift * masses
+        moment = tl.load(tiles[2] + row + offs_t, mask=mask_t, other=0.0) * tl.exp(shift) + shift * masses
         moment = tl.sum(tl.where(masses > 0.0, moment, 0.0), 0)
         total = tl.sum(masses, 0)
         total = tl.where(total > 0.0, total, 1.0)
@@ -107,13 +105,9 @@ def _accept_typical_kernel(
     uniform_ptr,  # [B] or None
     budget_ptr,  # [B] or None
     stop_tokens_ptr,  # [NUM_STOPS] or None
-    max_ptr,  # [B, N, NUM_TILES], as the next
-    sum_ptr,
+    tiles,  # maxima and sums, [B, N, NUM_TILES] each
     score_ptr,  # [B, N]
-    path_ptr,  # [B, MAX_DEPTH + 1]
-    num_accepted_ptr,  # [B]
-    next_root_ptr,  # [B]
-    emitted_ptr,  # [B, MAX_DEPTH + 1]
+    verdict_ptrs,  # the fields of a `Verdict`
     stride_tb,
     stride_pb,
     stride_lb,
@@ -132,6 +126,7 @@ def _accept_typical_kernel(
     b = tl.program_id(0).to(tl.int64)
     offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     mask_n = offs_n < N
+    tokens_ptr += b * stride_tb
     parent = load_parents(parent_ptr + b * stride_pb, offs_n, mask_n)  # [BLOCK_N]
     score = tl.load(score_ptr + b * N + offs_n, mask=mask_n & (parent >= 0), other=float("-inf"))
 
@@ -156,15 +151,14 @@ def _accept_typical_kernel(
     node = last
     for d in range(1, MAX_DEPTH + 1):
         at = deepest - d
-        emitted = tl.where(offs_d == at, tl.load(tokens_ptr + b * stride_tb + node), emitted)
+        emitted = tl.where(offs_d == at, tl.load(tokens_ptr + node), emitted)
         node = tl.sum(tl.where(offs_n == node, above, 0), 0)
         path = tl.where(offs_d == at, node, path)
 
-    row = (b * N + last) * NUM_TILES
-    row_max, masses = tile_masses(max_ptr + row, sum_ptr + row, NUM_TILES, BLOCK_T)
+    row_max, masses = tile_masses(tiles, b * N + last, NUM_TILES, BLOCK_T)
     if uniform_ptr is None:
         offs_t = tl.arange(0, BLOCK_T)
-        m = tl.load(max_ptr + row + offs_t, mask=offs_t < NUM_TILES, other=float("-inf"))
+        m = tl.load(tiles[0] + (b * N + last) * NUM_TILES + offs_t, mask=offs_t < NUM_TILES, other=float("-inf"))
         tile = tl.min(tl.where(m == row_max, offs_t, BLOCK_T), 0) % BLOCK_T  # the first; 0 if there is none
     else:
         tile, goal = pick_tile(masses, tl.load(uniform_ptr + b), BLOCK_T)
@@ -177,10 +171,8 @@ def _accept_typical_kernel(
         token = pick(tl.exp(x - row_max), goal, BLOCK_V)
     emitted = tl.where(offs_d == deepest, tile * BLOCK_V + token, emitted)
     store_verdict(
-        path, emitted, b, tl.load(tokens_ptr + b * stride_tb),
-        budget_ptr, stop_tokens_ptr, path_ptr, num_accepted_ptr, next_root_ptr, emitted_ptr,
-        MAX_DEPTH, NUM_STOPS, BLOCK_D,
-    )  # fmt: skip
+        path, emitted, b, tokens_ptr, budget_ptr, stop_tokens_ptr, verdict_ptrs, MAX_DEPTH, NUM_STOPS, BLOCK_D
+    )
 
 
 def _launch_config(num_nodes: int, max_depth: int, vocab_size: int) -> LaunchConfig:
@@ -215,8 +207,7 @@ def accept_typical(
 
     Args:
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
-            CPU only; on a GPU a node with another parent counts as padding.
+        parent: [B, N] or [1, N] int32, topological, as in `accept_greedy`.
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target's.
         uniform: [B] float32 in [0, 1), draws the next root from the target's law; None takes its most probable token.
         max_depth: largest depth of any node (the root has depth 0); deeper nodes are not accepted.
@@ -248,23 +239,20 @@ def accept_typical(
         rule = {"threshold": threshold, "alpha": alpha, **limits}
         return accept_typical_reference(tokens, parent, logits, uniform, **rule, upcast=False)
 
-    config, tiles = _launch_config(num_nodes, max_depth, logits.shape[-1]), tiles_config(logits.shape[-1])
-    tile_stats = softmax_tiles(logits, tiles, budget=budget, moment=True)
+    config = _launch_config(num_nodes, max_depth, logits.shape[-1])
+    tiles = softmax_tiles(logits, config, budget=budget, moment=True)
     score = torch.empty(batch, num_nodes, dtype=torch.float32, device=device)
     verdict = empty_verdict(tokens, max_depth)
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
-    sizes = {
-        "stride_tb": tokens.stride(0), "stride_pb": 0 if parent.shape[0] == 1 else parent.stride(0),
-        "stride_lb": logits.stride(0), "stride_ln": logits.stride(1), "N": num_nodes, "V": logits.shape[-1],
-    }  # fmt: skip
+    tree = tokens, parent, logits
+    sizes = tokens.stride(0), batch_stride(parent), *logits.stride()[:2], num_nodes, logits.shape[-1]
+    blocks = {name: config.blocks[name] for name in ("NUM_TILES", "BLOCK_T")}
+    verdict_args = budget, stop_tokens, tiles[:2], score, verdict_fields(verdict)
     with on_device(tokens):
         _typical_scores_kernel[(num_nodes, batch)](
-            tokens, parent, logits, budget, *tile_stats, score, **sizes, threshold=threshold, alpha=alpha,
-            NUM_TILES=tiles.blocks["NUM_TILES"], BLOCK_T=tiles.blocks["BLOCK_T"], num_warps=1,
-        )  # fmt: skip
+            *tree, budget, tiles, score, *sizes, threshold, alpha, **blocks, num_warps=1
+        )
         _accept_typical_kernel[(batch,)](
-            tokens, parent, logits, uniform, budget, stop_tokens if num_stops else None, *tile_stats[:2], score,
-            verdict.path, verdict.num_accepted, verdict.next_root, verdict.emitted,
-            **sizes, MAX_DEPTH=max_depth, NUM_STOPS=num_stops, **config.kwargs(),
-        )  # fmt: skip
+            *tree, uniform, *verdict_args, *sizes, MAX_DEPTH=max_depth, NUM_STOPS=num_stops, **config.kwargs()
+        )
     return verdict

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
-from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, on_device, resolve_backend
+from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
+from specdec.kernels.common.launch import Backend, needs_upcast, on_device, resolve_backend
 from specdec.kernels.common.weight_first import (
     add_splits,
     arrives_last,
@@ -50,8 +50,6 @@ __all__ = ["MAX_PARTS", "draft_heads", "draft_heads_concat"]
 MAX_PARTS = 16
 """Most parts of one concatenation."""
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 
 @triton.jit
 def _concat_dots(
@@ -66,15 +64,13 @@ def _concat_dots(
     C,
     NUM_PARTS: tl.constexpr,
     UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Both products over blocks of columns; a block lies in one part, the last of a part may be cut."""
     offs_k = tl.arange(0, BLOCK_K)
     blocks_per_part = tl.cdiv(C, BLOCK_K)
-    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    residual = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    gate = tl.zeros([mask_n.shape[0], mask_m.shape[0]], tl.float32)
+    residual = tl.zeros_like(gate)
     for block in range(first, last):
         part = block // blocks_per_part
         cols = (block - part * blocks_per_part) * BLOCK_K + offs_k
@@ -127,13 +123,12 @@ def _draft_heads_concat_kernel(
 
     num_blocks = NUM_PARTS * tl.cdiv(C, BLOCK_K)
     first, last = split_columns(split, num_blocks, SPLITS, 1)
+    offs_x = start_m * stride_xm + offs_m * stride_xm
+    gate_rows = weight_ptr + start_n * stride_wn + offs_n * stride_wn
+    residual_rows = residual_weight_ptr + start_n * stride_rn + offs_n * stride_rn
     gate, residual = _concat_dots(
-        parts_ptr,
-        weight_ptr + start_n * stride_wn + offs_n * stride_wn,
-        residual_weight_ptr + start_n * stride_rn + offs_n * stride_rn,
-        start_m * stride_xm + offs_m * stride_xm,
-        mask_m, mask_n, first, last, C, NUM_PARTS, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+        parts_ptr, gate_rows, residual_rows, offs_x, mask_m, mask_n, first, last, C, NUM_PARTS, UPCAST, BLOCK_K
+    )
     if SPLITS > 1:
         tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         gate_ptr = partial_ptr + tile * (2 * SPLITS * BLOCK_N * BLOCK_M)
@@ -173,7 +168,7 @@ def draft_heads(
         TypeError: a wrong dtype.
         ValueError: shapes that do not fit, tensors on several devices.
     """
-    check_tensor("weight", weight, shape=(None, None, None), dtype=_DTYPES)
+    check_tensor("weight", weight, shape=(None, None, None), dtype=FLOAT_DTYPES)
     num_heads, width = weight.shape[:2]
     like_weight: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
     check_tensor("weight", weight, shape=(num_heads, width, width))
@@ -236,13 +231,12 @@ def draft_heads_concat(
     grid = triton.cdiv(num_rows, block_m), triton.cdiv(width, block_n)
     splits = choose_splits(grid[1], len(parts) * width)
     partial, arrivals = split_workspace(math.prod(grid), splits, 2 * block_m * block_n, out.device)
+    tensors = tuple(parts), weight, bias, residual_weight, residual_bias, out, partial, arrivals
+    strides = parts[0].stride(0), weight.stride(0), residual_weight.stride(0)
     with on_device(out):
         _draft_heads_concat_kernel[(*grid, splits)](
-            tuple(parts), weight, bias, residual_weight, residual_bias, out, partial, arrivals,
-            parts[0].stride(0), weight.stride(0), residual_weight.stride(0),
-            M=num_rows, C=width, NUM_PARTS=len(parts), SPLITS=splits,
-            UPCAST=out.dtype == torch.bfloat16 and out.device.type == "cpu", **config.kwargs(),
-        )  # fmt: skip
+            *tensors, *strides, num_rows, width, len(parts), splits, UPCAST=needs_upcast(out), **config.kwargs()
+        )
     return out
 
 
@@ -256,7 +250,7 @@ def _check_concat(
     """Check the arguments of `draft_heads_concat`."""
     if not 1 <= len(parts) <= MAX_PARTS:
         raise ValueError(f"parts: expected 1 to {MAX_PARTS} tensors, got {len(parts)}")
-    check_tensor("parts[0]", parts[0], shape=(None, None), dtype=_DTYPES)
+    check_tensor("parts[0]", parts[0], shape=(None, None), dtype=FLOAT_DTYPES)
     num_rows, width = parts[0].shape
     like: dict[str, Any] = {"dtype": parts[0].dtype, "device": parts[0].device}
     for i, part in enumerate(parts):

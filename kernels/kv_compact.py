@@ -114,10 +114,6 @@ def kv_compact(
 
     config = _launch_config(max_moves, num_columns)
     grid = (triton.cdiv(num_columns, config.blocks["BLOCK_C"]), 2 * layers, batch)
+    tensors, sizes = (cache_, lengths, path, num_accepted), (path.shape[1], num_columns)
     with on_device(cache_):
-        _kv_compact_kernel[grid](
-            cache_, lengths, path, num_accepted,
-            *cache_.stride()[:4], path.stride(0),
-            P=path.shape[1], C=num_columns,
-            **config.kwargs(),
-        )  # fmt: skip
+        _kv_compact_kernel[grid](*tensors, *cache_.stride()[:4], path.stride(0), *sizes, **config.kwargs())

@@ -27,8 +27,9 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
-from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
+from specdec.kernels.common.launch import Backend, LaunchConfig, needs_upcast, on_device, resolve_backend
+from specdec.kernels.common.primitives import key_token, token_key
 from specdec.kernels.common.topk import TopK
 from specdec.kernels.common.weight_first import weight_first_dot
 from specdec.kernels.reference.lm_head_topk import lm_head_topk as lm_head_topk_reference
@@ -43,7 +44,6 @@ MAX_VOCAB = 1 << 18
 """Largest vocabulary."""
 
 _BLOCK_V = 128
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -53,22 +53,9 @@ def _finite_or_zero(value):
 
 
 @triton.jit
-def _order_key(value, token):
-    """int64 that sorts by value, and at equal values by token from the highest to the lowest."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 has other bits than 0.0
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-
-
-@triton.jit
 def _key_value(key):
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key_token(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["rows_per_weight", "num_heads", "batch"])
@@ -108,7 +95,7 @@ def _lm_head_tiles_kernel(
 
     x_rows = x_ptr + h * stride_xh + start_m.to(tl.int64) * stride_xm + offs_m * stride_xm
     weight_rows = weight_ptr + h * stride_wh + start_v.to(tl.int64) * stride_wv + offs_v * stride_wv
-    logits = weight_first_dot(x_rows, weight_rows, mask_m, mask_v, 0, C, C, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
+    logits = weight_first_dot(x_rows, weight_rows, mask_m, mask_v, 0, C, C, UPCAST, BLOCK_K)
 
     if IS_ROUNDED:
         logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -157,7 +144,7 @@ def _lm_head_merge_kernel(
     mask_t = offs_t < T
     maximum = tl.load(tile_max_ptr + row * T + offs_t, mask=mask_t, other=float("-inf"))
     first = tl.load(tile_token_ptr + row * T + offs_t, mask=mask_t, other=0)
-    keys = tl.where(mask_t, _order_key(maximum, first), NONE)
+    keys = tl.where(mask_t, token_key(maximum, first), NONE)
 
     total = tl.load(tile_sum_ptr + row * T + offs_t, mask=mask_t, other=0.0)
     offset = _finite_or_zero(tl.max(maximum, 0))
@@ -169,7 +156,7 @@ def _lm_head_merge_kernel(
 
     for place in range(0, TOP):
         best = tl.max(keys, 0)
-        token = _key_token(best)
+        token = key_token(best)
         tl.store(values_ptr + row * TOP + place, _key_value(best))
         tl.store(tokens_ptr + row * TOP + place, token)
         if TOP > 1:
@@ -177,7 +164,7 @@ def _lm_head_merge_kernel(
             vocab = tile * BLOCK_V + offs_v
             logits = tl.load(logits_ptr + row * V + vocab, mask=vocab < V, other=float("-inf"))
             # all up to `best` has been returned, whichever tile it came from; what lies beyond V comes after all of V
-            key = _order_key(logits, vocab)
+            key = token_key(logits, vocab)
             following = tl.max(tl.where(key < best, key, NONE), 0)
             keys = tl.where(offs_t == tile, following, keys)
 
@@ -256,7 +243,7 @@ def lm_head_topk(
 
 def _check(x: torch.Tensor, weight: torch.Tensor, k: int, down: torch.Tensor | None) -> None:
     """Check the arguments of `lm_head_topk`."""
-    check_tensor("x", x, shape=(None, None, None), dtype=_DTYPES)
+    check_tensor("x", x, shape=(None, None, None), dtype=FLOAT_DTYPES)
     num_heads, _, width = x.shape
     check_tensor("weight", weight, shape=(None, None, None), dtype=x.dtype, device=x.device)
     if weight.shape[0] not in (1, num_heads):
@@ -289,16 +276,14 @@ def _launch(h: torch.Tensor, weight: torch.Tensor, best: TopK, *, rounded: bool)
     logits = best.logsumexp.new_empty(batch, num_heads, vocab_size) if k > 1 else None
     tile_max = best.logsumexp.new_empty(batch, num_heads, num_tiles)
     tile_token = best.tokens.new_empty(tile_max.shape)
-    tile_sum, tile_nan = torch.empty_like(tile_max), best.has_nan.new_empty(tile_max.shape)
+    tiles = tile_max, tile_token, torch.empty_like(tile_max), best.has_nan.new_empty(tile_max.shape)
+    sizes = h.shape[1], num_heads, batch, vocab_size, width
+    flags = {"UPCAST": needs_upcast(h), "IS_ROUNDED": rounded}
     with on_device(h):
         _lm_head_tiles_kernel[(triton.cdiv(h.shape[1], config.blocks["BLOCK_M"]), num_tiles, num_weights)](
-            h, weight, logits, tile_max, tile_token, tile_sum, tile_nan,
-            *h.stride()[:2], *weight.stride()[:2],
-            rows_per_weight=h.shape[1], num_heads=num_heads, batch=batch, V=vocab_size, C=width,
-            UPCAST=h.dtype == torch.bfloat16 and h.device.type == "cpu", IS_ROUNDED=rounded,
-            **config.kwargs(),
-        )  # fmt: skip
+            h, weight, logits, *tiles, *h.stride()[:2], *weight.stride()[:2], *sizes, **flags, **config.kwargs()
+        )
+        results = best.values, best.tokens, best.logsumexp, best.has_nan
         _lm_head_merge_kernel[(batch * num_heads,)](
-            logits, tile_max, tile_token, tile_sum, tile_nan, best.values, best.tokens, best.logsumexp, best.has_nan,
-            V=vocab_size, T=num_tiles, TOP=k, **_merge_config(num_tiles).kwargs(),
-        )  # fmt: skip
+            logits, *tiles, *results, V=vocab_size, T=num_tiles, TOP=k, **_merge_config(num_tiles).kwargs()
+        )

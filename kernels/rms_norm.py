@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
-from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
 from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference import rms_norm as reference
 
@@ -30,8 +30,6 @@ __all__ = ["MAX_WIDTH", "add_rms_norm", "rms_norm"]
 
 MAX_WIDTH = 32768
 """Widest row that one program keeps in registers."""
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -128,7 +126,7 @@ def add_rms_norm(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
-    check_tensor("x", x, dtype=_DTYPES)
+    check_tensor("x", x, dtype=FLOAT_DTYPES)
     if x.ndim == 0 or not 0 < x.shape[-1] <= MAX_WIDTH:
         raise ValueError(f"x: expected a last dimension of 1 to {MAX_WIDTH}, got shape {list(x.shape)}")
     check_tensor("weight", weight, shape=(x.shape[-1],), dtype=x.dtype, device=x.device)
@@ -145,9 +143,7 @@ def _launch(
     width = x.shape[-1]
     x = x.reshape(-1, width)
     residual = None if residual is None else residual.reshape(-1, width)
+    tensors = x, residual, weight, normed, summed
+    strides = x.stride(0), 0 if residual is None else residual.stride(0)
     with on_device(x):
-        _rms_norm_kernel[(x.shape[0],)](
-            x, residual, weight, normed, summed,
-            stride_xm=x.stride(0), stride_rm=0 if residual is None else residual.stride(0),
-            C=width, eps=eps, **_launch_config(width).kwargs(),
-        )  # fmt: skip
+        _rms_norm_kernel[(x.shape[0],)](*tensors, *strides, width, eps, **_launch_config(width).kwargs())

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
-from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
 from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.rope_kv_write import rope_kv_write as rope_kv_write_reference
 
@@ -173,14 +173,13 @@ def rope_kv_write(
     num_blocks = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     if batch * num_tokens == 0:
         return out
+    tensors = q, k, v, positions, cos_sin_table, slots, k_cache_, v_cache_, out
+    strides = [stride for tensor in (q, k, v) for stride in tensor.stride()[:3]]
+    strides += [tensor.stride(0) for tensor in (positions, cos_sin_table, slots)]
+    strides += [*k_cache_.stride()[:3], *v_cache_.stride()[:3]]
+    sizes = num_tokens, num_heads, num_kv_heads, head_dim
     with on_device(q):
-        _rope_kv_write_kernel[(num_tokens, num_blocks, batch)](
-            q, k, v, positions, cos_sin_table, slots, k_cache_, v_cache_, out,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            positions.stride(0), cos_sin_table.stride(0), slots.stride(0),
-            *k_cache_.stride()[:3], *v_cache_.stride()[:3],
-            N=num_tokens, HQ=num_heads, HK=num_kv_heads, D=head_dim, **config.kwargs(),
-        )  # fmt: skip
+        _rope_kv_write_kernel[(num_tokens, num_blocks, batch)](*tensors, *strides, *sizes, **config.kwargs())
     return out
 
 
@@ -195,7 +194,7 @@ def _check(
     v_cache: torch.Tensor,
 ) -> None:
     """Check the arguments of `rope_kv_write`."""
-    check_tensor("q", q, shape=(None, None, None, None), dtype=(torch.float32, torch.float16, torch.bfloat16))
+    check_tensor("q", q, shape=(None, None, None, None), dtype=FLOAT_DTYPES)
     batch, num_tokens, _, head_dim = q.shape
     if head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM:
         raise ValueError(f"q: expected an even head dimension of 2 to {_MAX_HEAD_DIM}, got {head_dim}")

@@ -28,9 +28,9 @@ Cost:       warp_logits reads the logits and writes fp32 once, sample_race reads
 Edges:      equal logits are kept or dropped together (transformers' top-p drops some of them). The largest logit is
             always kept. NaN counts as -inf; a row without a finite logit yields token 0
 Numerics:   fp32; of equal scores the lowest id wins. The bound of top-k is exact, those of top-p and min-p are in fp32
-
-Longer than most modules: processing and drawing share one set of definitions and are tested together.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -38,19 +38,12 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
-from specdec.kernels.common.primitives import TILE, load_logits, load_parents
+from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
+from specdec.kernels.common.primitives import TILE, key_token, load_logits, load_parents, order_key, token_key
 from specdec.kernels.common.walk import check_logits, check_walk
 from specdec.kernels.reference import sample_probs as reference
 
 __all__ = ["sample_probs", "sample_race", "warp_logits"]
-
-
-@triton.jit
-def _order_key(x):
-    """int32 in the order of the floats; 0.0 and -0.0 are equal."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
@@ -135,7 +128,7 @@ def _search(row_ptr, row_max, goal, V, BY_MASS: tl.constexpr, BLOCK_V: tl.conste
         for first in range(0, V, BLOCK_V):
             offs_v = first + tl.arange(0, BLOCK_V)
             x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
-            key = _order_key(x)
+            key = order_key(x)
             weight = tl.exp(x - row_max) if BY_MASS else tl.full([BLOCK_V], 1.0, tl.float32)
             over0 += tl.where(key > bound0.to(tl.int32), weight, 0.0)
             over1 += tl.where(key > bound1.to(tl.int32), weight, 0.0)
@@ -177,15 +170,15 @@ def _filter_kernel(
         for first in range(0, V, BLOCK_V):
             offs_v = first + tl.arange(0, BLOCK_V)
             x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
-            mass += tl.where(_order_key(x) >= kept_from, tl.exp(x - row_max), 0.0)
+            mass += tl.where(order_key(x) >= kept_from, tl.exp(x - row_max), 0.0)
         goal = top_p * tl.sum(mass, 0)
         by_mass = _search(row_ptr, row_max, goal, V, True, BLOCK_V)
-        kept_from = tl.maximum(kept_from, tl.minimum(by_mass, _order_key(largest)))
+        kept_from = tl.maximum(kept_from, tl.minimum(by_mass, order_key(largest)))
 
     for first in range(0, V, BLOCK_V):
         offs_v = first + tl.arange(0, BLOCK_V)
         x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
-        kept = _order_key(x) >= kept_from
+        kept = order_key(x) >= kept_from
         if HAS_MIN_P:
             kept = kept & (tl.exp(x - row_max) >= min_p)
         tl.store(row_ptr + offs_v, tl.where(kept, x, float("-inf")), mask=offs_v < V)
@@ -222,7 +215,7 @@ def _race_tile_kernel(
         # -log(1 - u); a token of small probability wins by a small one, which 1 - u would round away
         series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
         exponential = tl.where(u < 0.015625, series, -tl.log(1.0 - u))
-        key = (_order_key(x - tl.log(exponential)).to(tl.int64) << 32) | (0x7FFFFFFF - offs_v).to(tl.int64)
+        key = token_key(x - tl.log(exponential), offs_v)
         best = tl.maximum(best, tl.where(offs_v < V, key, -(2**63)))
     tl.store(key_ptr + (b * N + n) * tl.num_programs(0) + t, tl.max(best, 0))
 
@@ -242,7 +235,7 @@ def _race_winner_kernel(
     mask = (rows < num_rows)[:, None] & (offs_t < NUM_TILES)[None, :]
     offsets = rows.to(tl.int64)[:, None] * NUM_TILES + offs_t[None, :]
     key = tl.max(tl.load(key_ptr + offsets, mask=mask, other=-(2**63)), 1)
-    tl.store(sampled_ptr + rows, (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32), mask=rows < num_rows)
+    tl.store(sampled_ptr + rows, key_token(key), mask=rows < num_rows)
 
 
 def _empty_samples(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,8 +270,7 @@ def warp_logits(
     Args:
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V.
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N; None: no path counts.
-        parent: [B, N] or [1, N] int32, topological (parent < child); -1 for the root and for padding. Checked on the
-            CPU only; on a GPU a node with another parent counts as padding. With `tokens`.
+        parent: [B, N] or [1, N] int32, topological, as in `accept_greedy`; with `tokens`.
         history: [B, H] int32, contiguous in H, tokens before the tree; others than 0 to V - 1 are ignored. None: none.
         temperature: divides the logits, over 0.
         top_k: how many tokens to keep, and those equal to the last; None: all.
@@ -298,36 +290,33 @@ def warp_logits(
     _check_warp(logits, tokens, parent, history)
     _check_settings(temperature, top_k, top_p, min_p, repetition_penalty)
     if resolve_backend(logits, backend) == "reference":
-        return reference.warp_logits(
-            logits, tokens, parent, history, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, upcast=False,
-        )  # fmt: skip
+        filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        law = {"temperature": temperature, "repetition_penalty": repetition_penalty, **filters}
+        return reference.warp_logits(logits, tokens, parent, history, **law, upcast=False)
 
     batch, num_nodes, vocab_size = logits.shape
     processed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     config = _launch_config(vocab_size)
     block_v = config.blocks["BLOCK_V"]
-    sizes = {"stride_lb": logits.stride(0), "stride_ln": logits.stride(1), "N": num_nodes, "V": vocab_size}
     has_top_p = top_p is not None and top_p < 1
     with on_device(logits):
         _scale_kernel[(triton.cdiv(vocab_size, block_v), num_nodes, batch)](
-            logits, processed, **sizes, temperature=temperature, BLOCK_V=block_v, num_warps=4
+            logits, processed, *logits.stride()[:2], num_nodes, vocab_size, temperature, BLOCK_V=block_v, num_warps=4
         )
         if repetition_penalty != 1.0 and (history is not None or tokens is not None):
             num_history, block_h = 0 if history is None else history.shape[1], 1024
+            tensors = logits, tokens, parent, history if num_history else None, processed
+            strides = *logits.stride()[:2], *(batch_stride(tensor) for tensor in (tokens, parent, history))
+            numbers = num_nodes, num_history, vocab_size, temperature, repetition_penalty
             _penalise_kernel[(max(1, triton.cdiv(num_history, block_h)), num_nodes, batch)](
-                logits, tokens, parent, history if num_history else None, processed, **sizes,
-                stride_tb=0 if tokens is None else tokens.stride(0),
-                stride_pb=0 if parent is None or parent.shape[0] == 1 else parent.stride(0),
-                stride_hb=0 if history is None else history.stride(0),
-                H=num_history, temperature=temperature, penalty=repetition_penalty, BLOCK_H=block_h, num_warps=4,
-            )  # fmt: skip
+                *tensors, *strides, *numbers, BLOCK_H=block_h, num_warps=4
+            )
         if top_k is not None or has_top_p or min_p is not None:
+            bounds = top_k or 0, float(top_p or 0), float(min_p or 0)
+            has_bounds = top_k is not None, has_top_p, min_p is not None
             _filter_kernel[(num_nodes, batch)](
-                processed, N=num_nodes, V=vocab_size,
-                top_k=top_k or 0, top_p=float(top_p or 0), min_p=float(min_p or 0),
-                HAS_TOP_K=top_k is not None, HAS_TOP_P=has_top_p, HAS_MIN_P=min_p is not None, **config.kwargs(),
-            )  # fmt: skip
+                processed, num_nodes, vocab_size, *bounds, *has_bounds, **config.kwargs()
+            )
     return processed
 
 
@@ -365,16 +354,14 @@ def sample_race(
     num_rows, num_tiles = batch * num_nodes, triton.cdiv(vocab_size, TILE)
     keys = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=logits.device)
     sampled = torch.empty(batch, num_nodes, dtype=torch.int32, device=logits.device)
+    tensors = logits, row_ids, step, keys
     with on_device(logits):
         _race_tile_kernel[(num_tiles, num_nodes, batch)](
-            logits, row_ids, step, keys,
-            stride_lb=logits.stride(0), stride_ln=logits.stride(1), N=num_nodes, V=vocab_size,
-            seed=seed, LANES=TILE // 4, num_warps=4,
-        )  # fmt: skip
+            *tensors, *logits.stride()[:2], num_nodes, vocab_size, seed, LANES=TILE // 4, num_warps=4
+        )
         _race_winner_kernel[(triton.cdiv(num_rows, 32),)](
-            keys, sampled, num_rows=num_rows,
-            NUM_TILES=num_tiles, BLOCK_T=triton.next_power_of_2(num_tiles), BLOCK_R=32, num_warps=4,
-        )  # fmt: skip
+            keys, sampled, num_rows, num_tiles, triton.next_power_of_2(num_tiles), BLOCK_R=32, num_warps=4
+        )
     return sampled
 
 
@@ -398,7 +385,7 @@ def sample_probs(
     """`warp_logits`, then `sample_race`: process the logits of every node and draw one token from each.
 
     Args:
-        logits: [B, N, V] float32, float16 or bfloat16, contiguous in V.
+        logits: [B, N, V], as all that follows as in `warp_logits` and `sample_race`.
         row_ids: [B] int32, names of the requests.
         step: [1] int32, counts the calls.
         tokens: [B, N] int32, tokens of the tree's nodes, or None.
@@ -419,10 +406,9 @@ def sample_probs(
         TypeError: a wrong dtype.
         ValueError: as for `warp_logits` and `sample_race`.
     """
-    processed = warp_logits(
-        logits, tokens, parent, history, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, backend=backend,
-    )  # fmt: skip
+    filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    law = {"temperature": temperature, "repetition_penalty": repetition_penalty, **filters}
+    processed = warp_logits(logits, tokens, parent, history, **law, backend=backend)
     return sample_race(processed, row_ids, step, seed=seed, backend=backend), processed
 
 

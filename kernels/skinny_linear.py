@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
-from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, on_device, resolve_backend
+from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
+from specdec.kernels.common.launch import Backend, needs_upcast, on_device, resolve_backend
 from specdec.kernels.common.weight_first import (
     add_splits,
     arrives_last,
@@ -43,8 +43,6 @@ __all__ = ["MAX_ROWS", "skinny_linear"]
 
 MAX_ROWS = 128
 """Most rows of x; with more, the arithmetic costs more than the weight's bytes and other tiles are better."""
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -88,7 +86,7 @@ def _skinny_linear_kernel(
     first, last = split_columns(split, K, SPLITS, BLOCK_K)
     x_rows = x_ptr + h * stride_xh + start_m * stride_xm + offs_m * stride_xm
     weight_rows = weight_ptr + h * stride_wh + start_n * stride_wn + offs_n * stride_wn
-    acc = weight_first_dot(x_rows, weight_rows, mask_m, mask_n, first, last, K, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = weight_first_dot(x_rows, weight_rows, mask_m, mask_n, first, last, K, UPCAST, BLOCK_K)
     if SPLITS > 1:
         tile = (h * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
         partial_ptr += tile * (SPLITS * BLOCK_N * BLOCK_M)
@@ -122,7 +120,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, backend: Backend | N
         TypeError: a wrong dtype.
         ValueError: shapes that do not fit, more than 128 rows, tensors on several devices.
     """
-    check_tensor("x", x, dtype=_DTYPES)
+    check_tensor("x", x, dtype=FLOAT_DTYPES)
     if x.ndim not in (2, 3) or x.shape[-2] > MAX_ROWS:
         raise ValueError(f"x: expected shape [M, K] or [H, M, K] with M <= {MAX_ROWS}, got {list(x.shape)}")
     check_tensor("weight", weight, shape=(*x.shape[:-2], None, x.shape[-1]), dtype=x.dtype, device=x.device)
@@ -151,12 +149,10 @@ def _launch_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bia
     grid = (triton.cdiv(x.shape[1], block_m), triton.cdiv(num_outputs, block_n), num_matrices)
     splits = choose_splits(grid[1] * num_matrices, num_columns)
     partial, arrivals = split_workspace(math.prod(grid), splits, block_m * block_n, x.device)
+    tensors = x, weight, bias, out, partial, arrivals
+    strides = *x.stride()[:2], *weight.stride()[:2], 0 if bias is None else bias.stride(0), *out.stride()[:2]
+    sizes = x.shape[1], num_outputs, num_columns, splits
     with on_device(x):
         _skinny_linear_kernel[(*grid[:2], num_matrices * splits)](
-            x, weight, bias, out, partial, arrivals,
-            *x.stride()[:2], *weight.stride()[:2], 0 if bias is None else bias.stride(0),
-            *out.stride()[:2],
-            M=x.shape[1], N=num_outputs, K=num_columns, SPLITS=splits,
-            UPCAST=x.dtype == torch.bfloat16 and x.device.type == "cpu",
-            **config.kwargs(),
-        )  # fmt: skip
+            *tensors, *strides, *sizes, UPCAST=needs_upcast(x), **config.kwargs()
+        )

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
-from specdec.kernels.common.check import check_tensor
+from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
 from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
 from specdec.kernels.reference.swiglu import swiglu as swiglu_reference
 
@@ -66,7 +66,7 @@ def swiglu(gate_up: torch.Tensor, *, backend: Backend | None = None) -> torch.Te
         TypeError: a wrong dtype.
         ValueError: a last dimension that is not even or empty.
     """
-    check_tensor("gate_up", gate_up, dtype=(torch.float32, torch.float16, torch.bfloat16))
+    check_tensor("gate_up", gate_up, dtype=FLOAT_DTYPES)
     if gate_up.ndim == 0 or gate_up.shape[-1] == 0 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: expected an even last dimension, got shape {list(gate_up.shape)}")
     if resolve_backend(gate_up, backend) == "reference":

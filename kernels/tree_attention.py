@@ -24,13 +24,24 @@ Numerics:   scores, softmax and sums in fp32; probabilities rounded to the dtype
             so a call repeats bit by bit; another B or S may choose another split of the keys and round differently
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import MAX_NODES, check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.launch import (
+    NUM_SMS,
+    Backend,
+    LaunchConfig,
+    batch_stride,
+    needs_upcast,
+    on_device,
+    resolve_backend,
+)
+from specdec.kernels.common.weight_first import arrives_last
 from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
 
 __all__ = ["tree_attention"]
@@ -38,7 +49,6 @@ __all__ = ["tree_attention"]
 _MAX_HEAD_DIM = 256
 _MAX_SPLITS = 16
 _MIN_KEYS_PER_SPLIT = 256
-_NUM_SMS = 132  # of an H100 and an H200; on a smaller GPU the programs run in more than one wave
 _LOG2_E = 1.4426950408889634
 
 
@@ -202,10 +212,7 @@ def _tree_attention_kernel(
     offs_p = split * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(partial_ptr + offs_p[:, None] * D + offs_d[None, :], acc, mask=mask_md)
     tl.store(lse_ptr + offs_p, m_i + tl.log2(l_i), mask=mask_m)
-    tl.debug_barrier()  # all stores of the program come before its one arrival
-    arrived = tl.atomic_add(arrivals_ptr + group, 1, sem="acq_rel", scope="gpu")
-    if arrived == num_splits - 1:
-        tl.debug_barrier()
+    if arrives_last(arrivals_ptr + group, num_splits):
         acc = _merge_splits(partial_ptr, lse_ptr, num_splits, mask_m, mask_d, D, BLOCK_M, BLOCK_D)
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_md)
 
@@ -238,7 +245,7 @@ def _num_splits(num_programs: int, num_rows: int, capacity: int) -> int:
     partial output, so a split is never made for fewer than 256 keys.
     """
     programs_per_sm = 3 if num_rows <= 16 else 2 if num_rows <= 32 else 1
-    wanted = _NUM_SMS * programs_per_sm // num_programs
+    wanted = NUM_SMS * programs_per_sm // num_programs
     return max(1, min(wanted, _MAX_SPLITS, triton.cdiv(capacity, _MIN_KEYS_PER_SPLIT)))
 
 
@@ -289,10 +296,8 @@ def tree_attention(
     if q.shape[0] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     if resolve_backend(q, backend) == "reference":
-        return tree_attention_reference(
-            q, k_cache, v_cache, lengths, ancestors,
-            scale=scale, num_tree_nodes=num_tree_nodes, depth=depth, window=window, upcast=False,
-        )  # fmt: skip
+        options: dict[str, Any] = {"num_tree_nodes": num_tree_nodes, "depth": depth, "window": window}
+        return tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=scale, **options, upcast=False)
 
     batch, num_nodes, num_heads, head_dim = q.shape
     capacity, kv_heads = k_cache.shape[1:3]
@@ -306,22 +311,15 @@ def tree_attention(
     partial = torch.empty(batch, merged, num_splits, block_m, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, merged, num_splits, block_m, dtype=torch.float32, device=q.device)
     arrivals = torch.zeros(batch, merged, dtype=torch.int32, device=q.device)
+    tensors = q, k_cache, v_cache, lengths, ancestors, depth, out, partial, lse, arrivals
+    strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:3]]
+    strides += [batch_stride(ancestors), ancestors.stride(1), batch_stride(depth), *out.stride()[:3]]
+    sizes = num_nodes, num_tree_nodes, scale * _LOG2_E, num_heads // kv_heads, head_dim, window or 0
     with on_device(q):
         _tree_attention_kernel[(num_splits, groups, batch)](
-            q, k_cache, v_cache, lengths, ancestors, depth, out, partial, lse, arrivals,
-            *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
-            _batch_stride(ancestors), ancestors.stride(1), _batch_stride(depth), *out.stride()[:3],
-            N=num_nodes, T=num_tree_nodes, scale_log2=scale * _LOG2_E,
-            G=num_heads // kv_heads, D=head_dim, WINDOW=window or 0,
-            UPCAST=q.dtype == torch.bfloat16 and q.device.type == "cpu",
-            **config.kwargs(),
-        )  # fmt: skip
+            *tensors, *strides, *sizes, UPCAST=needs_upcast(q), **config.kwargs()
+        )
     return out
-
-
-def _batch_stride(tensor: torch.Tensor | None) -> int:
-    """Stride of the first dimension; 0 if all rows of the batch share the only one."""
-    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
 def _check(

@@ -29,7 +29,7 @@ import triton.language as tl
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_num_nodes, check_parent, check_tensor
 from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
 from specdec.kernels.reference import tree_rerank as reference
 
 __all__ = ["MAX_POOL", "beam_step", "tree_rerank"]
@@ -46,11 +46,10 @@ def _cost_bits(logps):
     return tl.where(logps > 0, 0.0, logps).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_tb", "stride_tm", "stride_lb", "stride_lm", "stride_bb", "stride_sb", "first_index",
-    ]
-)  # fmt: skip
+_STRIDES = ["stride_tb", "stride_tm", "stride_lb", "stride_lm"]  # of tokens and log-probabilities
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, "stride_bb", "stride_sb", "first_index"])
 def _beam_step_kernel(
     tokens_ptr,  # [B, M, R]
     logps_ptr,  # [B, M, R]
@@ -158,7 +157,7 @@ def _choose(cost, depth, limit, MAX_DEPTH: tl.constexpr):
     return place, num_chosen
 
 
-@triton.jit(do_not_specialize=["stride_tb", "stride_tm", "stride_lb", "stride_lm", "stride_pb"])
+@triton.jit(do_not_specialize=[*_STRIDES, "stride_pb"])
 def _tree_rerank_kernel(
     tokens_ptr,  # [B, M, R]
     logps_ptr,  # [B, M, R]
@@ -307,16 +306,13 @@ def beam_step(
         return reference.beam_step(tokens, logps, beam_logps, width=width, first_index=first_index, logsumexp=logsumexp)
 
     beam = _empty_beam(tokens, logps, width)
+    outputs = beam.index, beam.row, beam.tokens, beam.logps, beam.candidate_logps
+    strides = *tokens.stride()[:2], *logps.stride()[:2], beam_logps.stride(0), batch_stride(logsumexp)
+    numbers, config = (first_index, num_lists, num_ranks, width), _beam_config(num_lists * num_ranks, width)
     with on_device(tokens):
         _beam_step_kernel[(batch,)](
-            tokens, logps, beam_logps, logsumexp,
-            beam.index, beam.row, beam.tokens, beam.logps, beam.candidate_logps,
-            stride_tb=tokens.stride(0), stride_tm=tokens.stride(1),
-            stride_lb=logps.stride(0), stride_lm=logps.stride(1),
-            stride_bb=beam_logps.stride(0), stride_sb=0 if logsumexp is None else logsumexp.stride(0),
-            first_index=first_index, M=num_lists, R=num_ranks, WIDTH=width,
-            **_beam_config(num_lists * num_ranks, width).kwargs(),
-        )  # fmt: skip
+            tokens, logps, beam_logps, logsumexp, *outputs, *strides, *numbers, **config.kwargs()
+        )
     return beam
 
 
@@ -368,15 +364,12 @@ def tree_rerank(
         return reference.tree_rerank(tokens, logps, parent, root, num_nodes=num_nodes, max_depth=max_depth)
 
     tree = _empty_tree(root, num_nodes)
+    outputs = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.reach, tree.index
+    strides = *tokens.stride()[:2], *logps.stride()[:2], parent.stride(0)
+    sizes = num_lists, num_ranks, num_nodes, tree.ancestors.shape[2], max_depth
+    config = _rerank_config(num_lists * num_ranks, num_nodes)
     with on_device(tokens):
-        _tree_rerank_kernel[(batch,)](
-            tokens, logps, parent, root,
-            tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.reach, tree.index,
-            stride_tb=tokens.stride(0), stride_tm=tokens.stride(1),
-            stride_lb=logps.stride(0), stride_lm=logps.stride(1), stride_pb=parent.stride(0),
-            M=num_lists, R=num_ranks, N=num_nodes, NUM_WORDS=tree.ancestors.shape[2], MAX_DEPTH=max_depth,
-            **_rerank_config(num_lists * num_ranks, num_nodes).kwargs(),
-        )  # fmt: skip
+        _tree_rerank_kernel[(batch,)](tokens, logps, parent, root, *outputs, *strides, *sizes, **config.kwargs())
     return tree
 
 

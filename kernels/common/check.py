@@ -13,10 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["MAX_NODES", "check_num_nodes", "check_parent", "check_tensor"]
+from specdec.kernels.common.limits import MAX_NODES
 
-MAX_NODES = 512
-"""Most nodes of a tree, root included: kernels that walk a tree hold all of it in the registers of one program."""
+__all__ = ["FLOAT_DTYPES", "MAX_NODES", "check_num_nodes", "check_parent", "check_tensor"]
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of models, their states and logits."""
 
 
 def check_tensor(

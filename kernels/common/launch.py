@@ -12,9 +12,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
-__all__ = ["Backend", "LaunchConfig", "on_device", "resolve_backend"]
+__all__ = ["NUM_SMS", "Backend", "LaunchConfig", "batch_stride", "needs_upcast", "on_device", "resolve_backend"]
 
 Backend = Literal["triton", "reference"]
+
+NUM_SMS = 132
+"""Multiprocessors of an H100 and an H200; on a smaller GPU what fills these runs in more than one wave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,16 @@ def resolve_backend(tensor: torch.Tensor, backend: Backend | None = None) -> Bac
     if chosen == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("backend: 'triton' on CPU tensors needs TRITON_INTERPRET=1 set before specdec is imported")
     return chosen  # type: ignore[return-value]  # membership was checked above
+
+
+def batch_stride(tensor: torch.Tensor | None) -> int:
+    """Stride of the first dimension; 0 without a tensor, or if all rows of the batch share the only one."""
+    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def needs_upcast(tensor: torch.Tensor) -> bool:
+    """Whether a product has to be taken in fp32: Triton's interpreter multiplies the bits of bf16."""
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[None]:

@@ -14,8 +14,12 @@ from specdec.kernels.common.launch import LaunchConfig, on_device
 
 __all__ = [
     "TILE",
+    "draw_residual",
+    "key_token",
     "load_logits",
     "load_parents",
+    "mass_outside",
+    "order_key",
     "pick",
     "pick_tile",
     "residual",
@@ -24,6 +28,7 @@ __all__ = [
     "store_verdict",
     "tile_masses",
     "tiles_config",
+    "token_key",
 ]
 
 TILE = 4096
@@ -48,6 +53,25 @@ def load_logits(row_ptr, offs, mask):
 
 
 @triton.jit
+def order_key(x):
+    """int32 in the order of the floats; 0.0 and -0.0 are equal."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def token_key(x, token):
+    """int64 that sorts by value, and at equal values by token from the highest to the lowest."""
+    return (order_key(x).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def key_token(key):
+    """The token of a `token_key`."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def pick(mass, goal, BLOCK: tl.constexpr):
     """First index whose running sum of `mass` exceeds `goal`; an index without mass is never picked.
 
@@ -69,32 +93,56 @@ def pick_tile(masses, uniform, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def tile_masses(max_ptr, sum_ptr, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Largest logit M of a row (0 if it has none) and the masses of its tiles, relative to exp(M)."""
+def tile_masses(tiles, row, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Largest logit M of a row (0 if it has none) and the masses of its tiles, relative to exp(M).
+
+    `tiles` are the pointers to what `softmax_tiles` returns, `row` is the number of the row, int64.
+    """
     offs_t = tl.arange(0, BLOCK_T)
     mask_t = offs_t < NUM_TILES
-    m = tl.load(max_ptr + offs_t, mask=mask_t, other=float("-inf"))  # [BLOCK_T]
-    s = tl.load(sum_ptr + offs_t, mask=mask_t, other=0.0)
+    m = tl.load(tiles[0] + row * NUM_TILES + offs_t, mask=mask_t, other=float("-inf"))  # [BLOCK_T]
+    s = tl.load(tiles[1] + row * NUM_TILES + offs_t, mask=mask_t, other=0.0)
     row_max = tl.max(m, 0)
     row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     return row_max, s * tl.exp(m - row_max)
 
 
 @triton.jit
-def row_law(max_ptr, sum_ptr, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
+def row_law(tiles, row, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
     """Log-sum-exp of a row and the probabilities of its tiles."""
-    row_max, masses = tile_masses(max_ptr, sum_ptr, NUM_TILES, BLOCK_T)
+    row_max, masses = tile_masses(tiles, row, NUM_TILES, BLOCK_T)
     total = tl.sum(masses, 0)
     total = tl.where(total > 0.0, total, 1.0)
     return row_max + tl.log(total), masses / total
 
 
 @triton.jit
-def residual(target_row_ptr, draft_row_ptr, target_lse, draft_lse, scale, offs_v, mask_v):
-    """Mass of p - scale q above 0, and q."""
+def residual(laws, scale, offs_v, mask_v):
+    """Mass of p - scale q above 0, and q; `laws` are the rows of their logits and their log-sum-exps."""
+    target_row_ptr, draft_row_ptr, target_lse, draft_lse = laws
     p = tl.exp(load_logits(target_row_ptr, offs_v, mask_v) - target_lse)
     q = tl.exp(load_logits(draft_row_ptr, offs_v, mask_v) - draft_lse)
     return tl.maximum(p - scale * q, 0.0), q
+
+
+@triton.jit
+def draw_residual(masses, uniform, laws, scale, V, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Draw a token from the law max(0, p - scale q), whose tiles have these masses."""
+    tile, goal = pick_tile(masses, uniform, BLOCK_T)
+    offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    left, _ = residual(laws, scale, offs_v, offs_v < V)
+    return tile * BLOCK_V + pick(left, goal, BLOCK_V)
+
+
+@triton.jit
+def mass_outside(q, offs_v, tokens_row_ptr, is_child, BLOCK_N: tl.constexpr):
+    """Mass of one tile of q [BLOCK_V] outside the tokens of a node's children, which `is_child` [BLOCK_N] marks."""
+    offs_n = tl.arange(0, BLOCK_N)
+    child = tl.min(tl.where(is_child, offs_n, BLOCK_N), 0)
+    while child < BLOCK_N:
+        q = tl.where(offs_v == tl.load(tokens_row_ptr + child), 0.0, q)
+        child = tl.min(tl.where(is_child & (offs_n > child), offs_n, BLOCK_N), 0)
+    return tl.sum(q, 0)
 
 
 @triton.jit
@@ -102,13 +150,10 @@ def store_verdict(
     path,  # [BLOCK_D] nodes from the root down, -1 padded
     emitted,  # [BLOCK_D] token after each node of the path
     b,
-    root_token,
+    tokens_row_ptr,  # [N]
     budget_ptr,  # [B] or None
     stop_tokens_ptr,  # [NUM_STOPS] or None
-    path_ptr,  # [B, MAX_DEPTH + 1]
-    num_accepted_ptr,  # [B]
-    next_root_ptr,  # [B]
-    emitted_ptr,  # [B, MAX_DEPTH + 1]
+    verdict_ptrs,  # the fields of a `Verdict`
     MAX_DEPTH: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -124,13 +169,14 @@ def store_verdict(
             is_stop = is_stop | (emitted == tl.load(stop_tokens_ptr + e))
         num_emitted = tl.minimum(num_emitted, tl.min(tl.where(is_stop, offs_d, BLOCK_D), 0) + 1)
 
+    path_ptr, num_accepted_ptr, next_root_ptr, emitted_ptr = verdict_ptrs
     mask_d = offs_d <= MAX_DEPTH
     kept = offs_d < num_emitted
     tl.store(path_ptr + b * (MAX_DEPTH + 1) + offs_d, tl.where(kept, path, -1), mask=mask_d)
     tl.store(emitted_ptr + b * (MAX_DEPTH + 1) + offs_d, tl.where(kept, emitted, -1), mask=mask_d)
     tl.store(num_accepted_ptr + b, num_emitted - 1)
     last = tl.sum(tl.where(offs_d == num_emitted - 1, emitted, 0), 0)
-    tl.store(next_root_ptr + b, tl.where(num_emitted > 0, last, root_token))
+    tl.store(next_root_ptr + b, tl.where(num_emitted > 0, last, tl.load(tokens_row_ptr)))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -196,10 +242,10 @@ def softmax_tiles(
     num_tiles = config.blocks["NUM_TILES"]
     shape = (3 if moment else 2, batch, num_nodes, num_tiles)
     tiles = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    statistics = tiles[0], tiles[1], tiles[2] if moment else None
+    tensors, sizes = (logits, budget, *statistics), (*logits.stride()[:2], num_nodes, vocab_size)
     with on_device(logits):
         _softmax_tiles_kernel[(num_tiles, num_nodes, batch)](
-            logits, budget, tiles[0], tiles[1], tiles[2] if moment else None,
-            stride_lb=logits.stride(0), stride_ln=logits.stride(1), N=num_nodes, V=vocab_size,
-            BLOCK_V=config.blocks["BLOCK_V"], num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-    return tiles[0], tiles[1], tiles[2] if moment else None
+            *tensors, *sizes, BLOCK_V=config.blocks["BLOCK_V"], num_warps=config.num_warps
+        )
+    return statistics

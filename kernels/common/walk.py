@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.kernels.common.check import check_num_nodes, check_parent, check_tensor
+from specdec.kernels.common.check import FLOAT_DTYPES, check_num_nodes, check_parent, check_tensor
 from specdec.kernels.common.verdict import Verdict
 
 __all__ = [
-    "FLOAT_DTYPES",
     "RESIDUAL_FLOOR",
     "check_draft_laws",
     "check_logits",
@@ -23,10 +22,8 @@ __all__ = [
     "draw",
     "empty_verdict",
     "softmax_masses",
+    "verdict_fields",
 ]
-
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of logits."""
 
 RESIDUAL_FLOOR = 1e-6
 """Mass, as a share of the target's, below which a residual is rounding error in fp32: the target's law replaces it."""
@@ -139,6 +136,11 @@ def empty_verdict(tokens: torch.Tensor, max_depth: int) -> Verdict:
         next_root=tokens.new_empty(batch),
         emitted=tokens.new_empty(batch, max_depth + 1),
     )
+
+
+def verdict_fields(verdict: Verdict) -> tuple[torch.Tensor, ...]:
+    """The tensors of a verdict, as kernels take them."""
+    return verdict.path, verdict.num_accepted, verdict.next_root, verdict.emitted
 
 
 def cut_verdict(

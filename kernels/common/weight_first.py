@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels.common.launch import LaunchConfig
+from specdec.kernels.common.launch import NUM_SMS, LaunchConfig
 
 __all__ = [
     "add_splits",
@@ -29,7 +29,7 @@ __all__ = [
 _STAGES_BYTES = 96 * 1024
 _MAX_SPLITS = 8
 _MIN_COLUMNS_PER_SPLIT = 512
-_NUM_PROGRAMS = 2 * 132  # two on each SM of an H100 or H200, which is what the shared memory of a tile allows
+_NUM_PROGRAMS = 2 * NUM_SMS  # two on each, which is what the shared memory of a tile allows
 
 
 @triton.jit
@@ -41,14 +41,12 @@ def weight_first_dot(
     first,
     last,
     K,
-    UPCAST: tl.constexpr,  # compute in fp32: the interpreter multiplies the bits of bf16
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,  # see `needs_upcast`
     BLOCK_K: tl.constexpr,
 ):
     """Products of weight rows with rows of x over the columns from `first` to `last`: [BLOCK_N, BLOCK_M] in fp32."""
     offs_k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([mask_n.shape[0], mask_m.shape[0]], tl.float32)
     for start in range(first, last, BLOCK_K):
         cols = start + offs_k
         mask_k = cols < K
@@ -81,12 +79,12 @@ def publish_split(acc, partial_ptr, split, BLOCK_N: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit
-def arrives_last(arrivals_ptr, SPLITS: tl.constexpr):
+def arrives_last(arrivals_ptr, num_splits):
     """Count this program in, after its stores; whether all other splits of the tile were counted before it."""
     tl.debug_barrier()  # all stores of the program come before its one arrival
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
-    return arrived == SPLITS - 1
+    return arrived == num_splits - 1
 
 
 @triton.jit

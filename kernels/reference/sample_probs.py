@@ -1,5 +1,7 @@
 """Eager reference of kernels.sample_probs: the definition, and what CPU decoding runs."""
 
+from typing import Any
+
 import torch
 
 from specdec.kernels.common.philox import philox
@@ -126,8 +128,7 @@ def sample_probs(
     Shapes, dtypes and meaning are those of `specdec.kernels.sample_probs.sample_probs`; arguments are not checked.
     `upcast=False` computes in float32 instead of float64.
     """
-    processed = warp_logits(
-        logits, tokens, parent, history, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, upcast=upcast,
-    )  # fmt: skip
+    filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    law = {"temperature": temperature, "repetition_penalty": repetition_penalty, **filters}
+    processed = warp_logits(logits, tokens, parent, history, **law, upcast=upcast)
     return sample_race(processed, row_ids, step, seed=seed, upcast=upcast), processed

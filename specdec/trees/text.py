@@ -5,13 +5,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specdec.kernels.common.limits import MAX_NODES
+
 if TYPE_CHECKING:
     from specdec.trees.shape import TreeShape
 
 __all__ = ["FORMAT_VERSION", "MAX_NODES", "MAX_RANK", "check_keys", "draw_below", "parse_json", "read_children"]
-
-MAX_NODES = 512
-"""Largest tree, root included: what the tree attention kernel accepts."""
 
 MAX_RANK = 2**31 - 1
 """Largest rank: ranks travel as int32."""
