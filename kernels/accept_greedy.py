@@ -30,7 +30,7 @@ import triton.language as tl
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
 from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
-from specdec.kernels.common.primitives import load_parents, store_verdict
+from specdec.kernels.common.primitives import load_parents, store_verdict, tree_blocks
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.walk import check_walk, empty_verdict, verdict_fields
 from specdec.kernels.reference.accept_greedy import accept_greedy as accept_greedy_reference
@@ -85,8 +85,7 @@ def _accept_greedy_kernel(
 
 def _launch_config(num_nodes: int, max_depth: int) -> LaunchConfig:
     """The whole tree sits in the registers of one program; one warp needs no barrier in its reductions."""
-    blocks = {"BLOCK_N": triton.next_power_of_2(num_nodes), "BLOCK_D": triton.next_power_of_2(max_depth + 1)}
-    return LaunchConfig(blocks=blocks, num_warps=1 if num_nodes <= 256 else 4)
+    return LaunchConfig(tree_blocks(num_nodes, max_depth), num_warps=1 if num_nodes <= 256 else 4)
 
 
 @library.op(fake=empty_verdict)

@@ -97,14 +97,13 @@ def accept_naive(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, no or more than 512 nodes, parents that are not topological (CPU only), an
-            empty vocabulary, a negative depth, tensors on several devices.
+        ValueError: as in `accept_greedy`, and an empty vocabulary.
     """
-    check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
+    limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
+    check_walk(tokens, parent, **limits)
     (batch, num_nodes), device = tokens.shape, tokens.device
     check_logits("logits", logits, (batch, num_nodes, None), device)
     check_tensor("uniform", uniform, shape=(batch, num_nodes), dtype=torch.float32, device=device)
-    limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
         return accept_naive_reference(tokens, parent, logits, uniform, **limits, upcast=False)
 

@@ -50,15 +50,10 @@ from specdec.kernels.common.primitives import (
     softmax_tiles,
     store_verdict,
     tiles_config,
+    tree_blocks,
 )
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.common.walk import (
-    RESIDUAL_FLOOR,
-    check_draft_laws,
-    check_walk,
-    empty_verdict,
-    verdict_fields,
-)
+from specdec.kernels.common.walk import RESIDUAL_FLOOR, check_draft_laws, empty_verdict, verdict_fields
 from specdec.kernels.reference.accept_rejection import accept_rejection as accept_rejection_reference
 
 __all__ = ["accept_rejection"]
@@ -276,13 +271,9 @@ def _accept_rejection_kernel(
 def _launch_config(num_nodes: int, max_depth: int, vocab_size: int) -> LaunchConfig:
     """The walk is one program for a row, so it keeps the loads of several tiles in flight, if rows are aligned."""
     tiles = tiles_config(vocab_size).blocks
-    blocks = {
-        **tiles,
-        "STAGES": 4 if tiles["NUM_TILES"] > 1 and vocab_size % 16 == 0 else 1,
-        "BLOCK_N": triton.next_power_of_2(num_nodes),
-        "BLOCK_D": triton.next_power_of_2(max_depth + 1),
-    }
-    return LaunchConfig(blocks=blocks, num_warps=16 if tiles["BLOCK_V"] >= 1024 else 1)
+    stages = 4 if tiles["NUM_TILES"] > 1 and vocab_size % 16 == 0 else 1
+    blocks = {**tiles, "STAGES": stages, **tree_blocks(num_nodes, max_depth)}
+    return LaunchConfig(blocks, num_warps=16 if tiles["BLOCK_V"] >= 1024 else 1)
 
 
 @library.op(fake=empty_verdict)
@@ -328,12 +319,10 @@ def accept_rejection(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, no or more than 512 nodes, parents that are not topological (CPU only), an
-            empty vocabulary or draft, a negative depth, tensors on several devices.
+        ValueError: as in `accept_greedy`, and an empty vocabulary or draft.
     """
-    check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
-    check_draft_laws(tokens, logits, draft_logits, draft_row, uniform, uniform_final)
     limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
+    check_draft_laws(tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final, **limits)
     if resolve_backend(tokens, backend) == "reference":
         arguments = tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final
         return accept_rejection_reference(*arguments, replacement=replacement, **limits, upcast=False)
@@ -346,7 +335,7 @@ def accept_rejection(
     verdict = empty_verdict(tokens, max_depth)
     num_stops = 0 if stop_tokens is None else stop_tokens.shape[0]
     laws = (tokens, parent, logits, draft_logits, draft_row)
-    masses, draws = (target_tiles, draft_tiles, residuals, untried), (uniform, uniform_final, budget, stop_tokens)
+    masses, rows = (target_tiles, draft_tiles, residuals, untried), (uniform, uniform_final, budget, stop_tokens)
     strides = tokens.stride(0), batch_stride(parent), *logits.stride()[:2], *draft_logits.stride()[:2]
     sizes = num_nodes, draft_logits.shape[1], vocab_size
     flags = {"FLOOR": RESIDUAL_FLOOR, "REPLACEMENT": replacement, "MAX_DEPTH": max_depth, "NUM_STOPS": num_stops}
@@ -356,6 +345,6 @@ def accept_rejection(
         )
         strides += (uniform.stride(0),)
         _accept_rejection_kernel[(batch,)](
-            *laws, *draws, *masses, verdict_fields(verdict), *strides, *sizes, **flags, **config.kwargs()
+            *laws, *rows, *masses, verdict_fields(verdict), *strides, *sizes, **flags, **config.kwargs()
         )
     return verdict

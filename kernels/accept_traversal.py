@@ -55,15 +55,10 @@ from specdec.kernels.common.primitives import (
     softmax_tiles,
     store_verdict,
     tiles_config,
+    tree_blocks,
 )
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.common.walk import (
-    RESIDUAL_FLOOR,
-    check_draft_laws,
-    check_walk,
-    empty_verdict,
-    verdict_fields,
-)
+from specdec.kernels.common.walk import RESIDUAL_FLOOR, check_draft_laws, empty_verdict, verdict_fields
 from specdec.kernels.reference.accept_traversal import accept_traversal as accept_traversal_reference
 
 __all__ = ["accept_traversal"]
@@ -329,14 +324,9 @@ def _accept_traversal_kernel(
 def _launch_config(num_nodes: int, max_depth: int, vocab_size: int) -> LaunchConfig:
     """The last kernel looks at as many nodes at once as fit into its registers with their children and tiles."""
     tiles = tiles_config(vocab_size).blocks
-    block_n = triton.next_power_of_2(num_nodes)
-    blocks = {
-        **tiles,
-        "BLOCK_N": block_n,
-        "BLOCK_C": max(1, min(block_n, _CHUNK // max(block_n, tiles["BLOCK_T"]))),
-        "BLOCK_D": triton.next_power_of_2(max_depth + 1),
-    }
-    return LaunchConfig(blocks=blocks, num_warps=8 if tiles["BLOCK_V"] >= 2048 else 1)
+    blocks = {**tiles, **tree_blocks(num_nodes, max_depth)}
+    blocks["BLOCK_C"] = max(1, min(blocks["BLOCK_N"], _CHUNK // max(blocks["BLOCK_N"], tiles["BLOCK_T"])))
+    return LaunchConfig(blocks, num_warps=8 if tiles["BLOCK_V"] >= 2048 else 1)
 
 
 @library.op(fake=empty_verdict)
@@ -385,16 +375,14 @@ def accept_traversal(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, no or more than 512 nodes, parents that are not topological (CPU only), an
-            empty vocabulary or draft, a negative depth, tensors on several devices.
+        ValueError: as in `accept_greedy`, and an empty vocabulary or draft.
     """
-    check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
-    check_draft_laws(tokens, logits, draft_logits, draft_row, uniform, uniform_final)
+    limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
+    check_draft_laws(tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final, **limits)
     (batch, num_nodes), vocab_size = tokens.shape, logits.shape[-1]
     check_tensor("parent", parent, shape=(1, num_nodes))
     check_tensor("order", order, shape=(num_nodes,), dtype=torch.int32, device=tokens.device)
     check_tensor("steps", steps, shape=(None, None), dtype=torch.int32, device=tokens.device)
-    limits: dict[str, Any] = {"max_depth": max_depth, "budget": budget, "stop_tokens": stop_tokens}
     if resolve_backend(tokens, backend) == "reference":
         arguments = tokens, parent, logits, draft_logits, draft_row, uniform, uniform_final, order, steps
         return accept_traversal_reference(*arguments, **limits, upcast=False)

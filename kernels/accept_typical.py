@@ -41,6 +41,7 @@ from specdec.kernels.common.primitives import (
     store_verdict,
     tile_masses,
     tiles_config,
+    tree_blocks,
 )
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.walk import check_logits, check_walk, empty_verdict, verdict_fields
@@ -178,12 +179,7 @@ def _accept_typical_kernel(
 def _launch_config(num_nodes: int, max_depth: int, vocab_size: int) -> LaunchConfig:
     """The walk holds the tree and one vocabulary tile in registers."""
     tiles = tiles_config(vocab_size)
-    blocks = {
-        **tiles.blocks,
-        "BLOCK_N": triton.next_power_of_2(num_nodes),
-        "BLOCK_D": triton.next_power_of_2(max_depth + 1),
-    }
-    return LaunchConfig(blocks=blocks, num_warps=tiles.num_warps)
+    return LaunchConfig({**tiles.blocks, **tree_blocks(num_nodes, max_depth)}, num_warps=tiles.num_warps)
 
 
 @library.op(fake=empty_verdict)
@@ -222,8 +218,7 @@ def accept_typical(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, no or more than 512 nodes, parents that are not topological (CPU only), an
-            empty vocabulary, a number out of range, tensors on several devices.
+        ValueError: as in `accept_greedy`, an empty vocabulary, a number out of range.
     """
     check_walk(tokens, parent, max_depth=max_depth, budget=budget, stop_tokens=stop_tokens)
     (batch, num_nodes), device = tokens.shape, tokens.device

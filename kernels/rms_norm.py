@@ -90,9 +90,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, backend: Back
     _check(x, weight)
     if resolve_backend(x, backend) == "reference":
         return reference.rms_norm(x, weight, eps=eps, upcast=False)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, normed, None, eps)
-    return normed
+    return _launch(x, None, weight, eps)[0]
 
 
 @library.op(fake=lambda x: (x.new_empty(x.shape), x.new_empty(x.shape)))
@@ -119,10 +117,7 @@ def add_rms_norm(
     check_tensor("residual", residual, shape=tuple(x.shape), dtype=x.dtype, device=x.device)
     if resolve_backend(x, backend) == "reference":
         return reference.add_rms_norm(x, residual, weight, eps=eps, upcast=False)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    summed = torch.empty_like(normed)
-    _launch(x, residual, weight, normed, summed, eps)
-    return normed, summed
+    return _launch(x, residual, weight, eps)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -133,17 +128,16 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    normed: torch.Tensor,
-    summed: torch.Tensor | None,
-    eps: float,
-) -> None:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normalised sum and, with a residual, the sum."""
     width = x.shape[-1]
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = normed if residual is None else torch.empty_like(normed)
     x = x.reshape(-1, width)
     residual = None if residual is None else residual.reshape(-1, width)
     tensors = x, residual, weight, normed, summed
     strides = x.stride(0), 0 if residual is None else residual.stride(0)
     with on_device(x):
         _rms_norm_kernel[(x.shape[0],)](*tensors, *strides, width, eps, **_launch_config(width).kwargs())
+    return normed, summed

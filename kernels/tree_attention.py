@@ -32,16 +32,8 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import (
-    NUM_SMS,
-    Backend,
-    LaunchConfig,
-    batch_stride,
-    needs_upcast,
-    on_device,
-    resolve_backend,
-)
-from specdec.kernels.common.limits import MAX_NODES
+from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, needs_upcast, on_device, resolve_backend
+from specdec.kernels.common.limits import MAX_NODES, NUM_SMS
 from specdec.kernels.common.weight_first import arrives_last
 from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
 

@@ -15,7 +15,7 @@ import torch
 
 from specdec.kernels.common.limits import MAX_NODES
 
-__all__ = ["FLOAT_DTYPES", "check_num_nodes", "check_parent", "check_tensor"]
+__all__ = ["FLOAT_DTYPES", "MAX_NODES", "check_num_nodes", "check_parent", "check_tensor"]
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of models, their states and logits."""

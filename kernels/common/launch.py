@@ -12,12 +12,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-__all__ = ["NUM_SMS", "Backend", "LaunchConfig", "batch_stride", "needs_upcast", "on_device", "resolve_backend"]
+__all__ = ["Backend", "LaunchConfig", "batch_stride", "needs_upcast", "on_device", "resolve_backend"]
 
 Backend = Literal["triton", "reference"]
-
-NUM_SMS = 132
-"""Multiprocessors of an H100 and an H200; on a smaller GPU what fills these runs in more than one wave."""
 
 
 @dataclass(frozen=True, slots=True)

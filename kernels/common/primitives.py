@@ -29,6 +29,7 @@ __all__ = [
     "tile_masses",
     "tiles_config",
     "token_key",
+    "tree_blocks",
 ]
 
 TILE = 4096
@@ -210,6 +211,11 @@ def _softmax_tiles_kernel(
     if moment_ptr is not None:
         # 0 * -inf is NaN, its limit is 0
         tl.store(moment_ptr + out, tl.sum(tl.where(e > 0.0, shifted, 0.0) * e, 0))
+
+
+def tree_blocks(num_nodes: int, max_depth: int) -> dict[str, int]:
+    """Blocks that hold all nodes and a whole path of a tree."""
+    return {"BLOCK_N": triton.next_power_of_2(num_nodes), "BLOCK_D": triton.next_power_of_2(max_depth + 1)}
 
 
 def tiles_config(vocab_size: int) -> LaunchConfig:

@@ -7,6 +7,7 @@ the references, `softmax_masses` and `draw` are their law and their draw from it
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -37,20 +38,7 @@ def check_walk(
     budget: torch.Tensor | None,
     stop_tokens: torch.Tensor | None,
 ) -> None:
-    """Check the arguments that all acceptance launchers have.
-
-    Args:
-        tokens: [B, N] int32.
-        parent: [B or 1, N] int32, topological, which is checked on the CPU only.
-        max_depth: largest depth of any node.
-        budget: [B] int32 or None.
-        stop_tokens: [E] int32 or None.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, no or too many nodes, parents that are not topological, a negative depth,
-            tensors on several devices.
-    """
+    """Check the arguments that all acceptance launchers have, which are those of `accept_greedy`, as are the errors."""
     check_tensor("tokens", tokens, shape=(None, None), dtype=torch.int32)
     batch, num_nodes = tokens.shape
     device = tokens.device
@@ -70,18 +58,7 @@ def check_walk(
 def check_logits(
     name: str, logits: torch.Tensor, shape: Sequence[int | None], device: torch.device | None = None
 ) -> None:
-    """Check logits: shape, a dtype of `FLOAT_DTYPES`, device, and a vocabulary of at least one token.
-
-    Args:
-        name: name of the argument, for the message.
-        logits: the value that came.
-        shape: expected sizes; None for a dimension of any size.
-        device: device that the other arguments are on; None for the first of them.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, stride or device, or no token at all.
-    """
+    """`check_tensor` for logits of a dtype of `FLOAT_DTYPES` and a vocabulary of at least one token."""
     check_tensor(name, logits, shape=shape, dtype=FLOAT_DTYPES, device=device)
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(logits.shape)}")
@@ -89,26 +66,16 @@ def check_logits(
 
 def check_draft_laws(
     tokens: torch.Tensor,
+    parent: torch.Tensor,
     logits: torch.Tensor,
     draft_logits: torch.Tensor,
     draft_row: torch.Tensor,
     uniform: torch.Tensor,
     uniform_final: torch.Tensor,
+    **limits: Any,
 ) -> None:
-    """Check the arguments of a rule for drawn trees, after `check_walk`.
-
-    Args:
-        tokens: [B, N] int32.
-        logits: [B, N, V] of a dtype of `FLOAT_DTYPES`.
-        draft_logits: [B, M, V] of such a dtype.
-        draft_row: [N] int32.
-        uniform: [B, N] float32.
-        uniform_final: [B] float32.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: shapes that do not fit, an empty vocabulary or draft, tensors on several devices.
-    """
+    """Check the arguments of a rule for drawn trees, which are those of `accept_rejection`, as are the errors."""
+    check_walk(tokens, parent, **limits)
     (batch, num_nodes), device = tokens.shape, tokens.device
     check_logits("logits", logits, (batch, num_nodes, None), device)
     check_logits("draft_logits", draft_logits, (batch, None, logits.shape[-1]), device)
@@ -120,15 +87,7 @@ def check_draft_laws(
 
 
 def empty_verdict(tokens: torch.Tensor, max_depth: int) -> Verdict:
-    """Allocate a verdict for a kernel to fill.
-
-    Args:
-        tokens: [B, N] int32, for the batch and the device.
-        max_depth: largest depth of any node.
-
-    Returns:
-        The verdict, uninitialised.
-    """
+    """Allocate a verdict for a kernel to fill, for the batch and on the device of tokens [B, N] int32."""
     batch = tokens.shape[0]
     return Verdict(
         path=tokens.new_empty(batch, max_depth + 1),

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels.common.launch import NUM_SMS, LaunchConfig
+from specdec.kernels.common.launch import LaunchConfig
+from specdec.kernels.common.limits import NUM_SMS
 
 __all__ = [
     "add_splits",

@@ -60,15 +60,7 @@ def traversal_weights(
     *,
     upcast: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is known of every node before anything is drawn.
-
-    Args:
-        tokens: [B, N] int32.
-        parent: [1, N] int32.
-        logits: [B, N, V], the target's.
-        draft_logits: [B, M, V], the draft's.
-        draft_row: [N] int32, the draft law that a node's children were drawn from; -1: none.
-        upcast: compute in float64, otherwise in float32.
+    """What is known of every node before anything is drawn; the arguments are those of `accept_traversal`.
 
     Returns:
         Weights [B, N], with which each node is accepted once those before it in post-order were refused.
