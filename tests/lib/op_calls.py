@@ -94,6 +94,7 @@ def calls(sizes):
     heads = randn(g, *(sizes.heads or (1,)), width, width, scale=width**-0.5)
     parts = [randn(g, BATCH, 70) for _ in range(max(2, width // 70 + 1))]
     mixing, bias = randn(g, 2, 70, 70 * len(parts)), randn(g, 2, 70)
+    rows = (BATCH,) if sizes is LARGE else (BATCH, n)  # of one dimension they are read where they lie
     history = randint(g, -1, vocab, BATCH, 5)
     seeds = int64([2**40 + 3, -5, 9])
     warped = [x[:, : sizes.judged].contiguous() for x in (logits[..., : sizes.warped], tokens, parent)]
@@ -104,7 +105,7 @@ def calls(sizes):
         "accept_rejection": ((tokens, parent, *rejection), limits | {"replacement": False}),
         "accept_traversal": ((tokens, parent[:1], *rejection, *traversal_tables(sizes.parents)), limits),
         "accept_typical": ((tokens, parent, logits, None), limits | {"threshold": 0.1, "alpha": 0.3}),
-        "add_rms_norm": ((randn(g, BATCH, n, width), randn(g, BATCH, n, width), randn(g, width)), {"eps": 1e-5}),
+        "add_rms_norm": ((randn(g, *rows, width), randn(g, *rows, width), randn(g, width)), {"eps": 1e-5}),
         "beam_step": (level, {"width": beams, "first_index": 4, "logsumexp": rand(g, BATCH, beams)}),
         "draft_heads": ((states, heads, randn(g, *heads.shape[:2])), {}),
         "draft_heads_concat": ((parts, mixing[0], bias[0], mixing[1], bias[1]), {}),
@@ -112,12 +113,12 @@ def calls(sizes):
         "lm_head_topk": ((randn(g, 2, BATCH, 16), randn(g, 2, 16 + width // 4, 16)), {"k": 4}),
         "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
         "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
-        "rms_norm": ((randn(g, BATCH, n, width), randn(g, width)), {"eps": 1e-5}),
+        "rms_norm": ((randn(g, *rows, width), randn(g, width)), {"eps": 1e-5}),
         "rope_kv_write": ((q, k, v, slots.clamp(min=0), rand(g, 9, dim), slots, *kv), {}),
         "sample_probs": ((warped[0], names, step, *warped[1:], history), {"seed": 3} | sampling),
         "sample_race": ((warped[0], names, step), {"seed": 3}),
         "skinny_linear": ((states, weight), {}),
-        "swiglu": ((randn(g, BATCH, n, 2 * width),), {}),
+        "swiglu": ((randn(g, *rows, 2 * width),), {}),
         "tree_attention": ((asking[0], *prefix, lengths, asking[1]), {"scale": 0.25}),
         "tree_expand": ((level[0], root, lengths, *nodes), {}),
         "tree_rerank": ((level[0], level[1], pool_parent, root), {"num_nodes": 40, "max_depth": 2}),
