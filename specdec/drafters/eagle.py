@@ -24,6 +24,7 @@ from specdec.drafting.candidates import Candidates, Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.words import pack_words
 from specdec.kernels.tree_rerank import MAX_POOL, beam_step, tree_rerank
 from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
@@ -120,7 +121,7 @@ class Eagle(NetworkDrafter):
             self._num_slots = sum(level.parent.shape[0] for level in self._levels)
         else:
             self._num_slots = self.shape.depth * self.shape.top_k
-            self._own_bits = _own_bits(self._num_slots).to(target.device)
+            self._own_bits = pack_words(torch.eye(self._num_slots, dtype=torch.bool)).to(target.device)
             self._pass_depth = torch.arange(self.shape.depth, dtype=torch.int32, device=target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
@@ -253,11 +254,3 @@ class Eagle(NetworkDrafter):
 def _rows(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Of `values [B, M, X]` the rows `row [B, W]`: [B, W, X]."""
     return values.gather(1, row.long()[:, :, None].expand(-1, -1, values.shape[2]))
-
-
-def _own_bits(num_slots: int) -> torch.Tensor:
-    """[num_slots, W] int32 words in which each slot's row has the slot's own bit."""
-    slots = torch.arange(num_slots)
-    words = torch.zeros(num_slots, (num_slots + 31) // 32, dtype=torch.int64)
-    words[slots, slots // 32] = 1 << (slots % 32)
-    return words.to(torch.int32)  # bit 31 is the sign

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from specdec.drafting.base import Prompt, Room
@@ -24,6 +23,7 @@ from specdec.drafting.candidates import Candidates, Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.words import pack_words
 from specdec.models.common.cache import KVCache
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
 from specdec.models.networks.layer import CachedAttention
@@ -82,8 +82,8 @@ class Falcon(NetworkDrafter):
         self._num_ranks = self.shape.max_rank + 1
         self._keep = self.network.config.block_size - 1
         width = self.shape.max_depth + 1 + self._keep
-        words = _first_words(width, max(width, self._blocks.num_slots))
-        self._first_words = torch.from_numpy(words).to(target.device)
+        columns, counts = torch.arange(max(width, self._blocks.num_slots)), torch.arange(width + 1)
+        self._first_words = pack_words(columns < counts[:, None]).to(target.device)  # row c: the first c bits
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The LSTM's state; keys and values of the layer, for the text and the blocks of the tree."""
@@ -268,7 +268,7 @@ class _Blocks:
         slot_of = {node: size - 1 + index * size for index, node in enumerate(self.nodes[1:])}
         chosen = [node for node in self.nodes if self.shape.depth[node] == level]
         before = [node for node in self.nodes if self.shape.depth[node] == level - size]
-        seen = np.zeros((len(chosen), slot_of[chosen[-1]] + size), dtype=np.bool_)
+        seen = torch.zeros(len(chosen), slot_of[chosen[-1]] + size, dtype=torch.bool)
         tokens, parents = [], []
         for row, node in zip(seen, chosen, strict=True):
             path = np.flatnonzero(self.shape.ancestors[node])  # by depth, the root first
@@ -282,17 +282,6 @@ class _Blocks:
             rows=table(np.take(self.rows, tokens)),
             ranks=table(np.take(self.shape.rank, tokens)),
             depth=torch.arange(level - size, level, dtype=torch.int32, device=device).repeat(len(chosen))[None],
-            ancestors=torch.from_numpy(np.repeat(_words(seen), size, 0)[None]).to(device),
+            ancestors=pack_words(seen).repeat_interleave(size, 0)[None].to(device),
             first_slot=slot_of[chosen[0]],
         )
-
-
-def _words(seen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """[N, T] bool to [N, ceil(T / 32)] int32, bit j % 32 of word j // 32 for column j."""
-    padded = np.pad(seen, ((0, 0), (0, -seen.shape[1] % 32)))
-    return np.packbits(padded, axis=1, bitorder="little").view("<i4").astype(np.int32)
-
-
-def _first_words(max_count: int, num_columns: int) -> npt.NDArray[np.int32]:
-    """[max_count + 1, W] int32 words; row c has its first c bits set."""
-    return _words(np.arange(num_columns) < np.arange(max_count + 1)[:, None])

@@ -12,7 +12,6 @@ in docs/drafters/parallelspec.md.
 
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from specdec.drafting.base import Prompt, Room
@@ -20,6 +19,7 @@ from specdec.drafting.candidates import Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.words import pack_words
 from specdec.models.common.cache import KVCache
 from specdec.models.networks.layer import CachedAttention
 from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
@@ -129,12 +129,9 @@ def _pass_tables(max_new: int, num_masks: int) -> tuple[torch.Tensor, torch.Tens
         A row that has finished has no real token; its masks go where those of one token would.
     """
     num_nodes = max_new + num_masks
-    depth = np.empty((max_new + 1, num_nodes), dtype=np.int32)
-    seen = np.zeros((max_new + 1, num_nodes, -(-num_nodes // 32) * 32), dtype=np.bool_)
-    seen[:, :, :num_nodes] = np.tri(num_nodes, dtype=np.bool_)
+    depth = torch.arange(num_nodes, dtype=torch.int32).repeat(max_new + 1, 1)
+    seen = torch.ones(max_new + 1, num_nodes, num_nodes).tril().bool()
     for count in range(max_new + 1):
-        depth[count] = np.arange(num_nodes)
         depth[count, max_new:] += max(count, 1) - max_new
         seen[count, max_new:, count:max_new] = False  # places that the row leaves empty
-    words = np.packbits(seen, axis=-1, bitorder="little").view("<i4").astype(np.int32)
-    return torch.from_numpy(depth), torch.from_numpy(words)
+    return depth, pack_words(seen)

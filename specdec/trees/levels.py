@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specdec.kernels.common.words import pack_words
 from specdec.trees.shape import TreeShape
 
 __all__ = ["TreeLevel", "plan_levels"]
@@ -47,14 +48,12 @@ def plan_levels(shape: TreeShape, device: torch.device) -> tuple[TreeLevel, ...]
         stop = first_slot + len(fed)
         parents = [before.index(shape.parent[node]) for node in fed]
         ranks = [shape.rank[node] for node in fed]
-        # one bit for every slot up to this level's last
-        padded = np.pad(seen[first_slot:stop, :stop], ((0, 0), (0, -stop % 32)))
-        words = np.packbits(padded, axis=1, bitorder="little").view("<i4").astype(np.int32)
+        words = pack_words(torch.from_numpy(seen[None, first_slot:stop, :stop]))  # slots up to this level's last
         levels.append(
             TreeLevel(
                 first_slot=first_slot,
                 depth=torch.from_numpy(shape.depth[fed] - 1).to(device)[None],
-                ancestors=torch.from_numpy(words).to(device)[None],
+                ancestors=words.to(device),
                 parent=torch.tensor(parents, device=device),
                 candidate=torch.tensor(parents, device=device) * (shape.max_rank + 1)
                 + torch.tensor(ranks, device=device),
