@@ -18,6 +18,7 @@ from specdec.bench.common.shapes import ModelShape
 from specdec.drafters.amphista import Amphista
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.falcon import Falcon
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.lookahead import Lookahead
@@ -27,6 +28,7 @@ from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafting.base import Drafter
 from specdec.models.networks.amphista import AmphistaConfig, AmphistaNetwork
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork
+from specdec.models.networks.eagle3 import Eagle3Config, Eagle3Network
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
@@ -131,7 +133,7 @@ def _small_model(target: Target) -> Drafter:
 def _eagle3(target: Target) -> Drafter:
     size, last = min(32000, target.vocab_size), target.num_layers - 1
     taps = {} if target.num_layers >= 7 else {"tap_layers": (0, last // 2, last)}
-    make = _network(Eagle, EagleNetwork, EagleConfig.for_target, version=3, draft_vocab_size=size, **taps)
+    make = _network(Eagle3, Eagle3Network, Eagle3Config.for_target, draft_vocab_size=size, **taps)
     return make(target)
 
 

@@ -20,14 +20,12 @@ import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.drafting.candidates import Candidates, Choose, choose_from
-from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
-from specdec.models.common.cache import KVCache
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
 from specdec.models.networks.layer import CachedAttention
-from specdec.models.networks.prefix import FeaturePrefix
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import MAX_NODES, TreeShape
 
@@ -53,16 +51,17 @@ class Falcon(NetworkDrafter):
 
     def __init__(self, network: FalconNetwork, shape: TreeShape) -> None:
         super().__init__(network, shape)
-        if not shape.num_draft_tokens:
-            raise ValueError(f"tree: expected at least one draft token, got {shape}")
-        if shape.max_rank >= network.config.vocab_size:
-            raise ValueError(f"tree: expected ranks below {network.config.vocab_size}, got {shape.max_rank}")
         self._blocks = _Blocks.of(shape, network.config.block_size)
         if self._blocks.num_slots > MAX_NODES:
             raise ValueError(
                 f"tree: expected blocks of {network.config.block_size} tokens that fit into {MAX_NODES} places, "
                 f"got {len(self._blocks.nodes)} blocks, {self._blocks.num_slots} places"
             )
+
+    @property
+    def lists(self) -> tuple[int, ...]:
+        """As `NetworkDrafter`: that of the block and the place in it."""
+        return self._blocks.rows
 
     @classmethod
     def default_tree(cls, config: FalconConfig) -> TreeShape:
@@ -75,11 +74,8 @@ class Falcon(NetworkDrafter):
     def bind(self, target: Target) -> None:
         """As `NetworkDrafter.bind`."""
         super().bind(target)
-        self._target = target
-        self._template = TreeTemplate(self.shape, target.device, rows=self._blocks.rows, backend=target.backend)
         self._first_used = torch.tensor(self._blocks.used(level=0), device=target.device)
         self._passes = self._blocks.passes(target.device)
-        self._num_ranks = self.shape.max_rank + 1
         self._keep = self.network.config.block_size - 1
         width = self.shape.max_depth + 1 + self._keep
         columns, counts = torch.arange(max(width, self._blocks.num_slots)), torch.arange(width + 1)
@@ -87,20 +83,8 @@ class Falcon(NetworkDrafter):
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The LSTM's state; keys and values of the layer, for the text and the blocks of the tree."""
-        layer, batch_size, max_new = self.network.config.layer, room.batch_size, self.shape.max_depth + 1
-        cache = KVCache(
-            num_layers=1,
-            batch_size=batch_size,
-            capacity=room.max_length + max(max_new + self._keep, self._blocks.num_slots),
-            num_kv_heads=layer.num_key_value_heads,
-            head_dim=layer.head_dim,
-            dtype=self._target.dtype,
-            device=device,
-            backend=self._target.backend,
-        )
-        self._prefix = FeaturePrefix(
-            cache, max_new=max_new, feature_size=self.network.config.hidden_size, keep=self._keep
-        )
+        config, batch_size = self.network.config, room.batch_size
+        self._prefix = self.new_prefix(room, device, config.layer, keep=self._keep, num_slots=self._blocks.num_slots)
         self._rows = torch.arange(batch_size, device=device)
         self._state = torch.zeros(batch_size, self.network.state_size, dtype=self._target.dtype, device=device)
 
@@ -114,7 +98,7 @@ class Falcon(NetworkDrafter):
             self._state.copy_(state)
             self.network.decode(fused, pairs.positions, pairs.attend)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Run the newest k pairs as a block, then the blocks of the tree depth by depth."""
         features, states, kept = self._read(root)
         candidates = choose_from(choose, self.lm_heads, features[:, self._first_used], self._num_ranks)
@@ -122,7 +106,7 @@ class Falcon(NetworkDrafter):
             features, states = self._run_blocks(blocks, candidates, features, states, kept)
             lists = choose_from(choose, self.lm_heads, features[:, blocks.used], self._num_ranks)
             candidates = Candidates.cat((candidates, lists))
-        return self._template.expand(candidates, root, lengths)
+        return self._template.expand(candidates, root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Take in the target's states at the accepted nodes."""

@@ -15,7 +15,6 @@ __all__ = [
     "KINDS_WITHOUT_WEIGHTS",
     "NETWORK_KINDS",
     "drafter_class",
-    "file_settings_of",
     "network_class",
     "objective_class",
     "settings_of",
@@ -47,7 +46,7 @@ _KINDS = {
     "hydra": _Kind("hydra:Hydra", "hydra:HydraObjective"),
     "hydra++": _Kind("hydra:Hydra", "hydra:HydraPlusPlusObjective"),
     "eagle": _Kind("eagle:Eagle", "eagle:EagleObjective"),
-    "eagle3": _Kind("eagle:Eagle", "eagle:EagleObjective", training={"version": 3}),
+    "eagle3": _Kind("eagle3:Eagle3", "eagle:EagleObjective", training={"version": 3}),
     "amphista": _Kind("amphista:Amphista", "amphista:AmphistaObjective"),
     "parallelspec": _Kind("parallelspec:ParallelSpec", "parallelspec:ParallelSpecObjective"),
     "falcon": _Kind("falcon:Falcon", "falcon:FalconObjective"),
@@ -99,12 +98,6 @@ def settings_of(kind: str) -> tuple[str, ...]:
     """Names of the settings that a kind's drafter takes beside its network and its tree."""
     parameters = inspect.signature(drafter_class(kind).__init__).parameters
     return tuple(name for name in parameters if name not in ("self", "network", "model", "shape"))
-
-
-def file_settings_of(kind: str) -> tuple[str, ...]:
-    """Names of the settings with which a kind's published files can be read."""
-    parameters = inspect.signature(network_class(kind).network_class.from_published).parameters
-    return tuple(name for name in parameters if name not in ("tensors", "config"))
 
 
 def _load(package: str, place: str) -> Any:

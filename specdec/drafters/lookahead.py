@@ -101,7 +101,7 @@ class Lookahead(Drafter):
         self._pool.clear()
         self._num_steps.zero_()
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """The pool's n-grams that begin with the root, and the window as nodes without a parent."""
         self._window[:, 0, 0] = root
         guesses, is_known = self._pool.newest(root, self.guesses)

@@ -255,7 +255,7 @@ class Decoder:
         state.uniforms.next_step()
         with call.timer.phase("draft"):
             choose = self.acceptance.chooser(call.processing.law, state.uniforms)
-            tree = self.target.agree(call.drafter.draft(state.root, state.cache.lengths, choose))
+            tree = self.target.agree(call.drafter.draft(state.root, choose))
         with call.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
             scores = call.scores(output)

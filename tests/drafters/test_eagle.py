@@ -7,9 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.drafter_checks import Nudged, begin, check_drafter, propose
-from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, Literal, random_network, record_logits
+from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, Literal, drafter_of, random_network, record_logits
 from lib.families import VOCAB_SIZE, build_model, random_prompts
 from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
 from specdec.drafting.base import Prompt
 from specdec.drafting.candidates import Candidates, TopK
 from specdec.loop.decoder import Decoder
@@ -35,7 +36,7 @@ def test_every_step_proposes_what_a_fresh_drafter_proposes(version, shape, gener
     model = build_model("llama")
     prompts = random_prompts(generator, [1, 4, 13])
     check_drafter(
-        lambda: Eagle(random_network(model, version), shape), model, prompts, max_new_tokens=24, min_tau=1.25
+        lambda: drafter_of(random_network(model, version), shape), model, prompts, max_new_tokens=24, min_tau=1.25
     )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def test_every_step_of_every_variant_of_the_third_version(switches, generator):
     model = build_model("llama")
     prompts = random_prompts(generator, [1, 6])
     check_drafter(
-        lambda: Eagle(random_network(model, 3, **switches), SHAPES["k_config"]), model, prompts, max_new_tokens=12
+        lambda: drafter_of(random_network(model, 3, **switches), SHAPES["k_config"]), model, prompts, max_new_tokens=12
     )
 
 
@@ -54,7 +55,7 @@ def test_other_families(family, version, generator):
     model = build_model(family)
     shape = SHAPES["k_config"] if version == 1 else SHAPES["dynamic"]
     prompts = random_prompts(generator, [6, 2])
-    check_drafter(lambda: Eagle(random_network(model, version), shape), model, prompts, max_new_tokens=16)
+    check_drafter(lambda: drafter_of(random_network(model, version), shape), model, prompts, max_new_tokens=16)
 
 
 @torch.no_grad()
@@ -70,7 +71,7 @@ def test_static_trees_follow_the_equations(version, switches, generator):
     literal = Literal(network, model)
     root = 7
     passes = record_logits(network, model)
-    tree = propose(Eagle(network, shape), model, text, root)
+    tree = propose(drafter_of(network, shape), model, text, root)
     logits_of = dict(zip(sorted(set(shape.parent) - {-1}), torch.cat(passes, 1)[0], strict=True))
 
     pairs = {0: literal.true_pairs(model, text, root)}
@@ -96,7 +97,7 @@ def test_dynamic_trees_follow_the_equations(version, switches, generator):
     (text,) = random_prompts(generator, [4])
     literal = Literal(network, model)
     passes = record_logits(network, model)
-    tree = propose(Eagle(network, shape), model, text, root=9)
+    tree = propose(drafter_of(network, shape), model, text, root=9)
 
     # a path is (log-probability, tokens, pairs); expansion keeps the best top_k of each level
     beam, pool = [(0.0, (), literal.true_pairs(model, text, 9))], []
@@ -141,7 +142,7 @@ def test_the_cache_is_that_of_a_fresh_prefill(version, shape, generator):
     """Numerically: what was accepted is read from the target's states, whatever was guessed of them before."""
     model = build_model("llama")
     prompts = random_prompts(generator, [3, 9, 1])
-    drafter = Eagle(random_network(model, version), shape)
+    drafter = drafter_of(random_network(model, version), shape)
     plain = Decoder(model).decode(prompts, 20).tokens
     result = Decoder(model, Nudged(drafter, plain, prompts)).decode(prompts, 20)
     assert result.stats.tau > 1.25
@@ -150,7 +151,7 @@ def test_the_cache_is_that_of_a_fresh_prefill(version, shape, generator):
         num_pairs = int(cache.lengths[row])
         assert num_pairs > len(prompt)
         text = torch.cat((prompt, torch.tensor(plain[row])))[: num_pairs + 1]
-        fresh = Eagle(random_network(model, version), shape)
+        fresh = drafter_of(random_network(model, version), shape)
         target = Target(model)
         fresh.bind(target)
         lengths = torch.tensor([len(text)], dtype=torch.int32)
@@ -167,7 +168,7 @@ def test_a_network_that_knows_the_target_is_always_right(generator):
     model = build_model("llama")
     network = random_network(model, 1)
     shape = TreeShape.chain(3)
-    drafter = Eagle(network, shape)
+    drafter = drafter_of(network, shape)
     prompts = random_prompts(generator, [5, 8])
     plain = [
         prompt.tolist() + row for prompt, row in zip(prompts, Decoder(model).decode(prompts, 21).tokens, strict=True)
@@ -204,7 +205,7 @@ class NoLooks(TorchDispatchMode):
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_step_never_waits_for_the_device(version, shape, generator, monkeypatch):
     model = build_model("llama")
-    drafter = Eagle(random_network(model, version), shape)
+    drafter = drafter_of(random_network(model, version), shape)
 
     def watch(method):
         def watched(*args):
@@ -230,7 +231,7 @@ def test_static_trees_take_candidates_as_the_rule_picks_them(version, generator)
     model = build_model("llama")
     (text,) = random_prompts(generator, [5])
     shape = SHAPES["k_config"]
-    drafter = Eagle(random_network(model, version), shape)
+    drafter = drafter_of(random_network(model, version), shape)
     assert drafter.can_sample
     assert choose_rule("auto", drafter, do_sample=True).name == "traversal"
     assert not drafter.shares_candidates
@@ -249,7 +250,7 @@ def test_static_trees_take_candidates_as_the_rule_picks_them(version, generator)
 def test_dynamic_trees_take_the_most_probable_tokens_whatever_the_rule(version, generator):
     model = build_model("llama")
     (text,) = random_prompts(generator, [5])
-    drafter = Eagle(random_network(model, version), SHAPES["dynamic"])
+    drafter = drafter_of(random_network(model, version), SHAPES["dynamic"])
     assert not drafter.can_sample
     assert choose_rule("auto", drafter, do_sample=True).name == "naive"
     tree, expected = propose(drafter, model, text, 3, sampled), propose(drafter, model, text, 3, TopK())
@@ -261,12 +262,12 @@ def test_dynamic_trees_take_the_most_probable_tokens_whatever_the_rule(version, 
 def test_a_draft_vocabulary_is_all_that_is_proposed(generator):
     model = build_model("llama")
     (text,) = random_prompts(generator, [5])
-    tokens = propose(Eagle(random_network(model, 3), SHAPES["published"]), model, text, 3).tokens[0, 1:]
+    tokens = propose(drafter_of(random_network(model, 3), SHAPES["published"]), model, text, 3).tokens[0, 1:]
     assert set(tokens.tolist()) <= set(DRAFT_TOKENS.tolist())
     whole = random_network(model, 3, draft_vocab_size=None)
     assert not whole.has_own_vocabulary
     assert "d2t" not in whole.state_dict()
-    tokens = propose(Eagle(whole, SHAPES["published"]), model, text, 3).tokens[0, 1:]
+    tokens = propose(drafter_of(whole, SHAPES["published"]), model, text, 3).tokens[0, 1:]
     assert not set(tokens.tolist()) <= set(DRAFT_TOKENS.tolist())
 
 
@@ -294,16 +295,16 @@ def test_passes_of_a_large_tree_have_words_for_every_slot():
 def test_tap_layers():
     model = build_model("llama")  # three layers
     network = random_network(model, 3)
-    drafter = Eagle(network, TreeShape.chain(2), tap_layers=(2, 0, 1))
+    drafter = drafter_of(network, TreeShape.chain(2), tap_layers=(2, 0, 1))
     target = Target(model)
     drafter.bind(target)
     assert set(target.tap_layers) == {0, 1, 2}
     assert drafter.tap_layers == (2, 0, 1)
-    assert Eagle(network, TreeShape.chain(2)).tap_layers == TAPS
+    assert drafter_of(network, TreeShape.chain(2)).tap_layers == TAPS
     assert (drafter.kind, Eagle.kind) == ("eagle3", "eagle")
     (text,) = random_prompts(torch.Generator().manual_seed(0), [6])
     trees = [
-        propose(Eagle(network, SHAPES["published"], tap_layers=taps), model, text, 5).tokens.tolist()
+        propose(drafter_of(network, SHAPES["published"], tap_layers=taps), model, text, 5).tokens.tolist()
         for taps in ((0, 1, 1), (1, 0, 1))
     ]
     assert trees[0] != trees[1], "the order of the taps does not matter?"
@@ -318,30 +319,29 @@ def test_tap_layers():
         (3, DynamicTree(top_k=33, depth=1), {}, r"top_k: expected ranks below 32"),
         (1, DynamicTree(num_nodes=60, depth=21), {}, r"depth: expected at most 2048 candidates .* got 2110"),
         (1, DynamicTree(num_nodes=60, depth=600, top_k=1), {}, r"depth: expected depth \* top_k up to 512, got 600"),
-        (1, TreeShape.chain(2), {"tap_layers": (0, 1)}, r"tap_layers: expected None with version 1, got \(0, 1\)"),
         (3, TreeShape.chain(2), {"tap_layers": (0, 1)}, r"tap_layers: expected 3 layers for this network"),
     ],
 )
 def test_rejects_what_it_cannot_draft(version, shape, settings, match):
     network = random_network(build_model("llama"), version)
     with pytest.raises(ValueError, match=match):
-        Eagle(network, shape, **settings)
+        drafter_of(network, shape, **settings)
 
 
 def test_rejects_another_target():
     llama, opt = build_model("llama"), build_model("opt")
     network = random_network(llama, 3)
     with pytest.raises(ValueError, match=r"tap_layers: expected layers between 0 and 2, got \[7\]"):
-        Eagle(network, TreeShape.chain(2), tap_layers=(0, 1, 7)).bind(Target(llama))
+        drafter_of(network, TreeShape.chain(2), tap_layers=(0, 1, 7)).bind(Target(llama))
     wide = random_network(llama, 1, hidden_size=32)
     with pytest.raises(ValueError, match="drafter: expected hidden_size 64 as the target's, got 32"):
-        Eagle(wide, TreeShape.chain(2)).bind(Target(opt))
+        drafter_of(wide, TreeShape.chain(2)).bind(Target(opt))
 
 
 def test_dynamic_tree_sizes():
     shape = DynamicTree()
     assert (shape.num_nodes, shape.max_depth, shape.max_rank, shape.num_candidates) == (60, 6, 9, 510)
-    assert Eagle.default_tree(random_network(build_model("llama"), 3).config) == shape
+    assert Eagle3.default_tree(random_network(build_model("llama"), 3).config) == shape
     assert Eagle.default_tree(random_network(build_model("llama"), 1).config) == SHAPES["published"]
 
 

@@ -17,6 +17,7 @@ from specdec.loop.decoder import Decoder
 from specdec.models.networks.base import load_strictly
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
 from specdec.models.networks.layer import DraftLayerConfig, MaskedAttention
+from specdec.models.published import falcon
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeShape
 
@@ -91,8 +92,8 @@ def test_what_a_drafter_remembers_after_an_acceptance_is_what_a_fresh_start_comp
     plain = Decoder(model).decode(prompts, 30).tokens
     nudged, remembered, draft = Nudged(drafter, plain, prompts), [], drafter.draft
 
-    def recording(root, lengths, choose):
-        tree = draft(root, lengths, choose)
+    def recording(root, choose):
+        tree = draft(root, choose)
         cache = drafter._prefix.cache
         remembered.append((cache.lengths.tolist(), cache.data.clone(), drafter._state.clone()))
         return tree
@@ -132,7 +133,7 @@ def test_a_row_of_a_batch_is_drafted_as_if_it_were_alone(generator):
         with target.hooked():
             output = target.prefill(tokens, lengths, target.new_cache(len(rows), 30))
             begin(drafter, Prompt(tokens, lengths, 30), output)
-            drafter.draft(torch.full((len(rows),), 7, dtype=torch.int32), lengths, choose)
+            drafter.draft(torch.full((len(rows),), 7, dtype=torch.int32), choose)
         return torch.cat(seen, 1)
 
     together = laws([0, 1, 2])
@@ -179,8 +180,8 @@ def test_a_template_takes_the_lists_it_is_given():
 def test_a_published_file_loads_and_drafts_as_its_authors_compute(generator):
     model = build_model("llama")
     tensors, config = falcon_file(model)
-    assert FalconNetwork.recognises(set(tensors), config)
-    network = FalconNetwork.from_published(tensors, config).eval()
+    assert falcon.recognises(set(tensors), config)
+    network = falcon.read(tensors, config).eval()
     assert network.config.block_size == 3
     assert not network.config.recurrent
     assert network.config.layer.rope_parameters["rope_theta"] == 10000
@@ -203,7 +204,7 @@ def test_a_published_file_of_other_tensors_is_refused_by_name():
 
     def load(changes=(), dropped=(), **config_changes):
         kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
-        return FalconNetwork.from_published(kept | dict(changes), config | config_changes)
+        return falcon.read(kept | dict(changes), config | config_changes)
 
     with pytest.raises(ValueError, match=r"missing tensors \['lstm.weight_hh_l1'\]"):
         load(dropped=["lstm.weight_hh_l1"])
@@ -216,14 +217,14 @@ def test_a_published_file_of_other_tensors_is_refused_by_name():
     with pytest.raises(ValueError, match=r"unexpected tensors \['lstm.bias_hh_l0', "):
         load(bias=False)
     with pytest.raises(ValueError, match="config.json: expected k_mask beside the tensors"):
-        FalconNetwork.from_published(tensors, {name: value for name, value in config.items() if name != "k_mask"})
+        falcon.read(tensors, {name: value for name, value in config.items() if name != "k_mask"})
     load(dropped=["embed_tokens.weight"])
     load(dropped=[name for name in tensors if name.startswith("lstm.bias")], bias=False)
     with_bias = {
         f"layers.0.self_attn.{n}_proj.bias": torch.ones(size) for n, size in zip("qkv", (64, 16, 16), strict=True)
     }
     assert load(with_bias).config.layer.attention_bias
-    assert not FalconNetwork.recognises({"fc.weight", "layers.0.self_attn.q_proj.weight"}, {})
+    assert not falcon.recognises({"fc.weight", "layers.0.self_attn.q_proj.weight"}, {})
 
 
 @torch.no_grad()

@@ -28,13 +28,15 @@ def decode_and_record(drafter, model, prompts, max_new_tokens):
     """Decode with mended proposals: the texts, and per step the lengths before it and the logits of the draft."""
     plain = Decoder(model).decode(prompts, max_new_tokens).tokens
     lengths, draft, choose = [], drafter.draft, Recording()
+    nudged = Nudged(drafter, plain, prompts)
 
-    def recording(root, before, _):
-        lengths.append(before.tolist())
-        return draft(root, before, choose)
+    def recording(root, _):
+        done = nudged.num_done.tolist()
+        lengths.append([len(prompt) + count for prompt, count in zip(prompts, done, strict=True)])
+        return draft(root, choose)
 
     drafter.draft = recording
-    result = Decoder(model, Nudged(drafter, plain, prompts)).decode(prompts, max_new_tokens)
+    result = Decoder(model, nudged).decode(prompts, max_new_tokens)
     assert result.tokens == plain
     assert result.stats.tau > 1.5, "hardly anything was accepted"
     texts = [torch.cat((prompt, torch.tensor(tokens))) for prompt, tokens in zip(prompts, plain, strict=True)]

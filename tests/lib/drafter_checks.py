@@ -51,14 +51,15 @@ class Nudged(Drafter):
         self.inner.allocate(room, device)
 
     def start(self, prompt, output):
+        self.num_done = torch.zeros_like(prompt.lengths)
         self.inner.start(prompt, output)
 
-    def draft(self, root, lengths, choose):
-        tree = self.inner.draft(root, lengths, choose)
+    def draft(self, root, choose):
+        tree = self.inner.draft(root, choose)
         tokens = tree.tokens.clone()
         parents = tree.parent.expand_as(tokens).tolist()
         for row, (prompt, expected, parent) in enumerate(zip(self.prompts, self.expected, parents, strict=True)):
-            done = int(lengths[row]) - len(prompt)  # emitted tokens before the root
+            done = int(self.num_done[row])  # emitted tokens before the root
             if done >= len(expected) - 1:
                 continue  # the row has ended
             text = torch.cat((prompt, torch.tensor(expected[:done], dtype=torch.int64)))
@@ -75,6 +76,7 @@ class Nudged(Drafter):
         return DraftTree(tokens, tree.parent, tree.depth, tree.ancestors, tree.reach, tree.max_depth)
 
     def commit(self, verdict, output):
+        self.num_done += verdict.num_emitted
         self.inner.commit(verdict, output)
 
 
@@ -118,4 +120,4 @@ def propose(drafter: Drafter, model, text: torch.Tensor, root: int, choose=None)
     with target.hooked(), drafter.session():
         cache = target.new_cache(1, len(text) + 1)
         begin(drafter, prompt, target.prefill(prompt.tokens, lengths, cache))
-        return drafter.draft(torch.tensor([root], dtype=torch.int32), lengths, choose or TopK())
+        return drafter.draft(torch.tensor([root], dtype=torch.int32), choose or TopK())

@@ -3,10 +3,9 @@
 import torch
 
 from lib.drafter_checks import propose
-from lib.eagle_checks import DRAFT_TOKENS, Literal
+from lib.eagle_checks import DRAFT_TOKENS, Literal, drafter_of
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, random_prompts
 from lib.hydra_equations import LAYER, random_network
-from specdec.drafters.eagle import Eagle
 from specdec.models.networks.hydra import HydraConfig
 from specdec.trees.shape import TreeShape
 
@@ -75,11 +74,11 @@ def file_config(**changes):
     return {name: value for name, value in config.items() if value is not None}
 
 
-def check_drafts(network, model, generator, tap_layers=None):
+def check_drafts(network, model, generator, **settings):
     """What a network drafts is what its equations give."""
     shape = TreeShape.from_k_config((2, 2))
     (text,) = random_prompts(generator, [4])
-    drafter = Eagle(network, shape, tap_layers=tap_layers)
+    drafter = drafter_of(network, shape, **settings)
     tree = propose(drafter, model, text, 5)
     literal = Literal(network, model)
     literal.config = drafter.saved_config

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lib.drafter_checks import propose
-from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, random_network, record_logits
+from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, drafter_of, random_network, record_logits
 from lib.families import VOCAB_SIZE, build_model, random_prompts
-from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
 from specdec.drafting.candidates import Candidates
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import TrainingBatch
@@ -64,7 +64,7 @@ def test_training_computes_what_drafting_computes(version, switches, generator):
         steps.clear()
         chain = TreeShape.chain(len(trained))
         propose(
-            Eagle(objective.network, chain), model, text[:root], int(text[root]),
+            drafter_of(objective.network, chain), model, text[:root], int(text[root]),
             lambda *_, wanted=wanted: Candidates(torch.tensor([[[next(wanted)]]])),
         )  # fmt: skip
         for step, logits in enumerate(steps):
@@ -238,7 +238,7 @@ def test_new_networks():
     assert whole.network.fc.in_features == 128
     assert (first.recipe.clip_value, first.recipe.learning_rate) == (0.5, 3e-5)
     assert (third.recipe.clip_value, third.recipe.clip_norm, third.recipe.learning_rate) == (None, 0.5, 5e-5)
-    assert isinstance(third.drafter(TreeShape.chain(2)), Eagle)
+    assert isinstance(third.drafter(TreeShape.chain(2)), Eagle3)
 
 
 @torch.no_grad()
