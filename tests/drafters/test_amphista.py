@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from lib.amphista_cases import CONFIG, VARIANTS, Recording, drafted_logits, random_network
 from lib.amphista_equations import equations_after
@@ -171,10 +172,7 @@ def test_the_default_tree_is_the_papers():
 
 def test_parameters_of_the_paper_shrink_by_its_45_percent():
     # the sentence of appendix A.2.4 that tells how large the block is; no memory is touched on the meta device
-    vicuna = DraftLayerConfig(
-        hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32, head_dim=128,
-        max_position_embeddings=4096,
-    )  # fmt: skip
+    vicuna = DraftLayerConfig.like(LlamaConfig(max_position_embeddings=4096))
 
     def size(**changes):
         with torch.device("meta"):

@@ -26,11 +26,11 @@ SHAPES = {
 }
 
 
+NETWORKS = {"first": (1, {}), "third": (3, {}), **{name: (3, switches) for name, switches in SWITCHES.items()}}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("version", "switches"), [(1, {}), (3, {}), *((3, switches) for switches in SWITCHES.values())],
-    ids=["first", "third", *SWITCHES],
-)  # fmt: skip
+@pytest.mark.parametrize(("version", "switches"), NETWORKS.values(), ids=NETWORKS)
 def test_static_trees_follow_the_equations(version, switches, generator):
     model = build_model("llama")
     network = random_network(model, version, num_key_value_heads=4, **switches)

@@ -13,15 +13,13 @@ from specdec.models.networks.falcon import FalconConfig
 from specdec.models.published import falcon
 from specdec.trees.shape import TreeShape
 
+_LEAVES = "0 1 3 00 01 10 12 000 010 120 0000 0001 1200 00010 00012 12000 000120 120001"
 SHAPES = {
     "chain": TreeShape.chain(4),
     "chain of no multiple of k": TreeShape.chain(5),
     "k_config": TreeShape.from_k_config((2, 2, 2, 1)),
-    "leaves at every depth": TreeShape.from_paths(
-        [[0], [1], [3], [0, 0], [0, 1], [1, 0], [1, 2], [0, 0, 0], [0, 1, 0], [1, 2, 0], [0, 0, 0, 0], [0, 0, 0, 1],
-         [1, 2, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 2], [1, 2, 0, 0, 0], [0, 0, 0, 1, 2, 0], [1, 2, 0, 0, 0, 1]]
-    ),
-}  # fmt: skip
+    "leaves at every depth": TreeShape.from_paths([[int(rank) for rank in path] for path in _LEAVES.split()]),
+}
 FAMILY_SHAPE = SHAPES["leaves at every depth"]
 
 

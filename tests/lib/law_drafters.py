@@ -24,11 +24,10 @@ _TREE = TreeShape.from_k_config((3, 2))
 @lru_cache
 def build_target(seed: int = 0, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     """A random model whose laws are neither flat nor sure."""
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.25, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None,
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = LlamaConfig(vocab_size=vocab_size, **sizes, **heads, initializer_range=0.25, **no_tokens)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval()
