@@ -122,7 +122,7 @@ def _small_model(target: Target) -> Drafter:
 def _eagle3(target: Target) -> Drafter:
     size, last = min(32000, target.vocab_size), target.num_layers - 1
     taps: dict[str, Any] = {} if target.num_layers >= 7 else {"tap_layers": (0, last // 2, last)}
-    return _network("eagle3", version=3, draft_vocab_size=size, **taps)(target)
+    return _network("eagle3", draft_vocab_size=size, **taps)(target)
 
 
 def _low_rank_amphista(target: Target) -> Drafter:

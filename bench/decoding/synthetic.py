@@ -113,19 +113,19 @@ class SyntheticAcceptance(Drafter):
     def allocate(self, room: Room, device: torch.device) -> None:
         """The drafter's state, and the tables for the rows that a captured step pads the batch with."""
         self.drafter = self.drafter.copy_for(room, device)  # whoever copied this one must not share its state
-        self._prompt_lengths = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
+        self._place = torch.zeros(room.batch_size, dtype=torch.int64, device=device)  # emitted tokens before the root
         self._row_continuation = _with_rows(self._continuation, room.batch_size)
         self._row_depths = _with_rows(self._depths, room.batch_size)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Start the drafter."""
-        self._prompt_lengths.copy_(prompt.lengths)
+        self._place.zero_()
         self.drafter.start(prompt, output)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """The drafter's tree with other tokens."""
-        tree = self.drafter.draft(root, lengths, choose)
-        place = (lengths - self._prompt_lengths).long()[:, None]  # emitted tokens before the root
+        tree = self.drafter.draft(root, choose)
+        place = self._place[:, None]
         last = self._row_continuation.shape[1] - 1
         true = self._row_continuation.gather(1, (place + tree.depth).clamp(max=last))
         wanted = self._row_depths.gather(1, place.clamp(max=last))
@@ -146,6 +146,7 @@ class SyntheticAcceptance(Drafter):
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """The drafter learns what was accepted."""
         self.drafter.commit(verdict, output)
+        self._place += verdict.num_emitted
 
 
 def _with_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -101,7 +101,7 @@ def count_reads(target: Target, drafter: Drafter) -> dict[str, float]:
         drafter.allocate(Room(1, prompt.max_length, 16, prompt.max_length - 16), target.device)
         drafter.start(prompt, target.prefill(prompt.tokens, prompt.lengths, cache))
         with _Reads(tensors) as counter:
-            drafter.draft(torch.zeros(1, dtype=torch.int32), prompt.lengths, TopK())
+            drafter.draft(torch.zeros(1, dtype=torch.int32), TopK())
     return {name: count for name, count in counter.reads.items() if count}
 
 

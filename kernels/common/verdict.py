@@ -28,3 +28,12 @@ class Verdict:
     def num_emitted(self) -> torch.Tensor:
         """[B] int32, tokens emitted by this step: the accepted draft tokens and the next root; 0 if finished."""
         return self.num_accepted + 1
+
+    def at_last_node(self, states: torch.Tensor) -> torch.Tensor:
+        """Of `states [B, N, ...]` of all nodes those at each row's last accepted one, the root if there is none.
+
+        Returns:
+            [B, ...].
+        """
+        rows = torch.arange(states.shape[0], device=states.device)
+        return states[rows, self.path[rows, self.num_accepted.clamp(min=0)].clamp(min=0)]

@@ -10,30 +10,26 @@ Shapes:     h, e [B, T, C]; R [K, C, C], b [K, C]; PE [K, C]; W [K, V, C]; A [K,
 What the equations leave open (residuals, norms, biases, initial values) is argued in docs/drafters/amphista.md.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PretrainedConfig
 
 from specdec.kernels.draft_heads import draft_heads
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.networks.base import DraftNetwork
-from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, Rotary
+from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, LayerNetworkConfig, Rotary
 
 __all__ = ["AmphistaConfig", "AmphistaNetwork"]
 
 
 @dataclass(frozen=True, slots=True)
-class AmphistaConfig:
-    """Sizes and switches of the network.
+class AmphistaConfig(LayerNetworkConfig):
+    """Sizes and switches of the network; its layers' hidden size is C, and the block's attention has the same sizes.
 
     Attributes:
-        vocab_size: V, tokens of the target.
-        layer: sizes of the adaptation layers and of the block's attention; its hidden size is C.
         num_heads: K, how many tokens are guessed.
         adaptation_layers: 2; 1 for "One-Adaptation-Layer", whose state all heads read; 0 for "w/o Staged-Adaptation",
             in which heads read the target's state and no token enters.
@@ -44,8 +40,6 @@ class AmphistaConfig:
         head_rank: r of low-rank LM heads; None for full matrices.
     """
 
-    vocab_size: int
-    layer: DraftLayerConfig
     num_heads: int = 4
     adaptation_layers: int = 2
     sampled_token: bool = True
@@ -55,7 +49,8 @@ class AmphistaConfig:
     head_rank: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_heads", "block_layers"):
+        LayerNetworkConfig.__post_init__(self)
+        for name in ("num_heads", "block_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.adaptation_layers not in (0, 1, 2):
@@ -65,30 +60,9 @@ class AmphistaConfig:
             raise ValueError(f"head_rank: expected None or 1 to {most}, got {self.head_rank}")
 
     @property
-    def hidden_size(self) -> int:
-        """C, width of the target's states."""
-        return self.layer.hidden_size
-
-    @property
     def reads_tokens(self) -> bool:
         """Whether embeddings of sampled tokens enter the network."""
         return self.sampled_token and self.adaptation_layers > 0
-
-    @classmethod
-    def for_target(cls, target_config: PretrainedConfig, **changes: Any) -> "AmphistaConfig":
-        """The configuration for a target; `changes` replace defaults.
-
-        Raises:
-            TypeError: a change of something that is no field.
-        """
-        if "layer" not in changes:
-            changes["layer"] = DraftLayerConfig.like(target_config)
-        return cls(**{"vocab_size": target_config.get_text_config(decoder=True).vocab_size, **changes})
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "AmphistaConfig":
-        """The configuration of which `asdict` gave `data`."""
-        return cls(**{**data, "layer": DraftLayerConfig(**data["layer"])})
 
 
 class _BlockLayer(nn.Module):

@@ -5,17 +5,14 @@ head) is handed in when a drafter is bound to its target, and is never saved wit
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from specdec.kernels.common.launch import Backend
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["DraftNetwork", "load_strictly"]
+__all__ = ["DraftNetwork", "check_tensors", "load_strictly"]
 
 
 class DraftNetwork(nn.Module):
@@ -25,38 +22,15 @@ class DraftNetwork(nn.Module):
         config_class: frozen dataclass of the network's sizes and switches; JSON-serialisable with `asdict`.
         config: an instance of it.
         backend: what runs its kernels; by default decided by the device. Set when a drafter is bound to its target.
-        file_embedding: name under which published files hold an input embedding, which tells their base model.
     """
 
     config_class: ClassVar[type]
-    file_embedding: ClassVar[str | None] = None
     config: Any
     backend: Backend | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-
-    @classmethod
-    def recognises(cls, names: set[str], config: Mapping[str, Any]) -> bool:  # noqa: ARG003 - interface
-        """Whether tensors of these names, beside a `config.json` of this content, are the authors' file of this kind.
-
-        False unless a network says otherwise: not every method has published files.
-        """
-        return False
-
-    @classmethod
-    def from_published(cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> "Self":
-        """Build a network from the authors' published file. A kind's further keywords are settings of loading.
-
-        Args:
-            tensors: the file's tensors by name.
-            config: content of the `config.json` beside it; empty if there is none.
-
-        Raises:
-            ValueError: a missing, unexpected or misshapen tensor, by name.
-        """
-        raise NotImplementedError(f"{cls.__name__}: no published layout is known")
 
     def share_embedding(self) -> None:
         """Give up an embedding of its own, if it has one: it was found to equal the target's."""
@@ -67,6 +41,19 @@ class DraftNetwork(nn.Module):
             got = getattr(self.config, name, None)
             if got not in (None, expected):
                 raise ValueError(f"drafter: expected {name} {expected} as the target's, got {got}")
+
+
+def check_tensors(
+    expected: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, ignored: frozenset[str] = frozenset()
+) -> None:
+    """Raise ValueError for missing, unexpected or misshapen tensors, by name; `ignored` ones may be there."""
+    missing = sorted(expected.keys() - tensors.keys())
+    unexpected = sorted(tensors.keys() - expected.keys() - ignored)
+    if missing or unexpected:
+        raise ValueError(f"checkpoint: missing tensors {missing}, unexpected tensors {unexpected}")
+    for name, tensor in expected.items():
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(tensors[name].shape)}")
 
 
 def load_strictly(
@@ -83,11 +70,5 @@ def load_strictly(
         ValueError: missing, unexpected or misshapen tensors, by name.
     """
     expected = module.state_dict()
-    missing = sorted(expected.keys() - tensors.keys())
-    unexpected = sorted(tensors.keys() - expected.keys() - ignored)
-    if missing or unexpected:
-        raise ValueError(f"checkpoint: missing tensors {missing}, unexpected tensors {unexpected}")
-    for name, tensor in expected.items():
-        if tensors[name].shape != tensor.shape:
-            raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(tensors[name].shape)}")
+    check_tensors(expected, tensors, ignored=ignored)
     module.load_state_dict({name: tensors[name] for name in expected}, assign=True)

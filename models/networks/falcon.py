@@ -11,18 +11,15 @@ The keys and values of a pair depend on the pairs up to it through the LSTM alon
 the cache holds for any division of the text into blocks. The target's embedding and LM head are shared and not in here.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from transformers import PretrainedConfig
 
-from specdec.models.networks.base import DraftNetwork, load_strictly
-from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, Rotary
+from specdec.models.networks.base import DraftNetwork
+from specdec.models.networks.layer import Attend, DraftLayer, LayerNetworkConfig, Rotary
 
 __all__ = ["FalconConfig", "FalconNetwork"]
 
@@ -34,12 +31,10 @@ _OPEN_GATE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class FalconConfig:
+class FalconConfig(LayerNetworkConfig):
     """Sizes and switches of a Falcon network.
 
     Attributes:
-        vocab_size: tokens of the target.
-        layer: sizes of the decoder layer.
         block_size: k, tokens per pass; 2 to 4 in the paper.
         recurrent: the LSTM runs along the tokens, as the paper has it; False starts it anew at every token, which is
             what the authors' code trains and runs.
@@ -47,46 +42,17 @@ class FalconConfig:
         lstm_dropout: dropout between the layers of the LSTM in training.
     """
 
-    vocab_size: int
-    layer: DraftLayerConfig
     block_size: int = 2
     recurrent: bool = True
     lstm_bias: bool = True
     lstm_dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size: expected at least 1, got {self.vocab_size}")
+        LayerNetworkConfig.__post_init__(self)
         if not 1 <= self.block_size <= 32:
             raise ValueError(f"block_size: expected 1 to 32, got {self.block_size}")
         if not 0 <= self.lstm_dropout < 1:
             raise ValueError(f"lstm_dropout: expected at least 0 and below 1, got {self.lstm_dropout}")
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of embeddings and states."""
-        return self.layer.hidden_size
-
-    @classmethod
-    def for_target(cls, target_config: PretrainedConfig, **changes: Any) -> "FalconConfig":
-        """A network with a layer like the target's.
-
-        Args:
-            target_config: the target's configuration.
-            changes: fields of this class, and of `DraftLayerConfig`.
-
-        Raises:
-            TypeError: a change that neither class knows.
-        """
-        own = {field.name for field in fields(cls)} - {"layer"}
-        text = target_config.get_text_config(decoder=True)
-        layer = DraftLayerConfig.like(text, **{name: value for name, value in changes.items() if name not in own})
-        return cls(**{"vocab_size": text.vocab_size, "layer": layer, **{n: changes[n] for n in own & changes.keys()}})
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "FalconConfig":
-        """What `dataclasses.asdict` was given."""
-        return cls(**{**data, "layer": DraftLayerConfig(**data["layer"])})
 
 
 class FalconNetwork(DraftNetwork):
@@ -97,7 +63,6 @@ class FalconNetwork(DraftNetwork):
     """
 
     config_class = FalconConfig
-    file_embedding = "embed_tokens.weight"
     config: FalconConfig
 
     def __init__(self, config: FalconConfig) -> None:
@@ -229,46 +194,3 @@ class FalconNetwork(DraftNetwork):
             entry, _, update, exit_ = gates.chunk(4, -1)
             outputs = exit_.sigmoid() * (entry.sigmoid() * update.tanh()).tanh()
         return outputs
-
-    @classmethod
-    def recognises(cls, names: set[str], config: Mapping[str, Any]) -> bool:  # noqa: ARG003 - interface
-        """As `DraftNetwork`: an LSTM in front of a decoder layer."""
-        return {"lstm.weight_ih_l0", "layers.0.self_attn.q_proj.weight"} <= names
-
-    @classmethod
-    def from_published(cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> "FalconNetwork":
-        """As `DraftNetwork`. The authors' code trains the LSTM at every token by itself, so that it runs like that."""
-        network = cls(_published_config(tensors, config))
-        expected = [network.config.vocab_size, network.config.hidden_size]
-        embedding = tensors.get("embed_tokens.weight")
-        if embedding is not None and list(embedding.shape) != expected:
-            raise ValueError(f"embed_tokens.weight: expected shape {expected}, got {list(embedding.shape)}")
-        load_strictly(network, tensors, ignored=frozenset({"embed_tokens.weight"}))  # equal to the target's
-        return network
-
-
-def _published_config(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> FalconConfig:
-    """The configuration of the authors' file, from its `config.json`; defaults are those of the authors' code."""
-    needed = ("k_mask", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    missing = [name for name in needed if name not in config]
-    if missing:
-        raise ValueError(f"config.json: expected {', '.join(missing)} beside the tensors, got {sorted(config)}")
-    heads = config["num_attention_heads"]
-    return FalconConfig(
-        vocab_size=config["vocab_size"],
-        layer=DraftLayerConfig(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config["hidden_size"] // heads,
-            max_position_embeddings=config.get("max_position_embeddings", 2048),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
-            # the authors' rotary embedding has this base whatever the file says
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        ),
-        block_size=config["k_mask"],
-        recurrent=False,
-        lstm_bias=config.get("bias", True),
-    )

@@ -10,9 +10,9 @@ to a `KVCache` and attends as a pass says (inference); `MaskedAttention` keeps n
 forward for both. Parameter names are those of transformers, so that published checkpoints load as they are.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,18 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdec.models.common.cache import KVCache
 from specdec.models.common.passes import PromptPass, TreePass
 
-__all__ = ["Attend", "CachedAttention", "DraftLayer", "DraftLayerConfig", "MaskedAttention", "Rotary"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "Attend",
+    "CachedAttention",
+    "DraftLayer",
+    "DraftLayerConfig",
+    "LayerNetworkConfig",
+    "MaskedAttention",
+    "Rotary",
+]
 
 
 class Attend(Protocol):
@@ -127,6 +138,49 @@ class DraftLayerConfig:
             "rope_parameters": dict(rope),
         }
         return cls(**{**sizes, **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNetworkConfig:
+    """What the configurations of networks of such layers have in common.
+
+    Attributes:
+        vocab_size: tokens of the target.
+        layer: sizes of the layer, or of all of them.
+    """
+
+    vocab_size: int
+    layer: DraftLayerConfig
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size: expected at least 1, got {self.vocab_size}")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of embeddings and states."""
+        return self.layer.hidden_size
+
+    @classmethod
+    def for_target(cls, target_config: PretrainedConfig, **changes: Any) -> "Self":
+        """A network with layers like the target's.
+
+        Args:
+            target_config: the target's configuration.
+            changes: fields of this class, and of `DraftLayerConfig`.
+
+        Raises:
+            TypeError: a change that neither class knows.
+        """
+        text = target_config.get_text_config(decoder=True)
+        own = {field.name: changes.pop(field.name) for field in fields(cls) if field.name in changes}
+        layer = replace(own.pop("layer", None) or DraftLayerConfig.like(text), **changes)
+        return cls(**{"vocab_size": text.vocab_size, "layer": layer, **own})
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Self":
+        """What `dataclasses.asdict` was given."""
+        return cls(**{**data, "layer": DraftLayerConfig(**data["layer"])})
 
 
 class Rotary(nn.Module):

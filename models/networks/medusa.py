@@ -1,16 +1,14 @@
 """Medusa heads: K residual blocks on one hidden state, each with an LM head of its own.
 
 Equation:   logits_k = W_k (x + SiLU(R_k x + b_k)),  k = 1 .. K;  head k predicts the token k + 1 places after x's
-Source:     Medusa (arXiv:2401.10774) section 2.1.1; the authors' `medusa_lm_head` files and Medusa-2 models
+Source:     Medusa (arXiv:2401.10774) section 2.1.1
 Shapes:     x [B, C]; R [K, L, C, C], b [K, L, C]; W [K, V, C]; logits [B, K, V]
 
-All heads of a layer run in one launch of the op `draft_heads`; training runs batched matrix products instead. The
-authors' names are `{k}.{layer}.linear.weight`, `{k}.{layer}.linear.bias` and `{k}.{num_layers}.weight`; a Medusa-2
-checkpoint holds the whole model and has them under the prefix `medusa_head.`. Files of the authors' "version 2" have no
-W: all heads use the target's LM head.
+All heads of a layer run in one launch of the op `draft_heads`; training runs batched matrix products instead. A set of
+heads may have no W: all of them then use the target's LM head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,8 +22,6 @@ from specdec.models.common.lm_heads import LMHeads
 from specdec.models.networks.base import DraftNetwork
 
 __all__ = ["MedusaConfig", "MedusaHeads"]
-
-_PREFIX = "medusa_head."
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,71 +109,3 @@ class MedusaHeads(DraftNetwork):
     def start_from(self, lm_head: torch.Tensor) -> None:
         """Begin training from the target's LM head [V, C]: every head first repeats the target's own guess."""
         self.lm_head.copy_(lm_head.expand_as(self.lm_head))
-
-    def to_published(self) -> dict[str, torch.Tensor]:
-        """The tensors under the authors' names, for a `medusa_lm_head` file that their code reads."""
-        return {name: tensor.detach().contiguous() for name, tensor in self._views().items()}
-
-    @classmethod
-    def recognises(cls, names: set[str], config: Mapping[str, Any]) -> bool:  # noqa: ARG003 - interface
-        """Whether these are Medusa heads, alone or beside the model that they were trained with."""
-        return "0.0.linear.weight" in names or f"{_PREFIX}0.0.linear.weight" in names
-
-    @classmethod
-    def from_published(cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> "MedusaHeads":
-        """Build heads from tensors under the authors' names.
-
-        Sizes are read off the tensors: the published config says two heads where the file has five.
-
-        Raises:
-            ValueError: a missing, unexpected or misshapen tensor, by name.
-        """
-        # of a Medusa-2 model only the heads are read; the target is loaded by its user
-        within_model = [name for name in tensors if name.startswith(_PREFIX)]
-        if within_model:
-            tensors = {name.removeprefix(_PREFIX): tensors[name] for name in within_model}
-        odd = sorted(name for name in tensors if not name.split(".")[0].isdigit())
-        if odd or not tensors:
-            raise ValueError(f"checkpoint: expected tensors named '0.0.linear.weight', ..., got {odd[:3] or 'none'}")
-        sizes = _sizes_of(tensors, shares_lm_head=str(config.get("version")) == "2")
-        with torch.device("meta"):
-            expected = cls(sizes)._views()
-        missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-        if missing or unexpected:
-            raise ValueError(f"checkpoint: missing tensors {missing}, unexpected tensors {unexpected}")
-        for name, tensor in tensors.items():
-            if tensor.shape != expected[name].shape:
-                raise ValueError(f"{name}: expected shape {list(expected[name].shape)}, got {list(tensor.shape)}")
-        heads = cls(sizes).to(tensors["0.0.linear.weight"].dtype)
-        with torch.no_grad():
-            for name, part in heads._views().items():
-                part.copy_(tensors[name])
-        return heads
-
-    def _views(self) -> dict[str, torch.Tensor]:
-        """The parts of the parameters under the authors' names."""
-        layers = self.config.num_layers
-        views = {}
-        for head in range(self.config.num_heads):
-            for layer in range(layers):
-                views[f"{head}.{layer}.linear.weight"] = self.block_weight[head, layer]
-                views[f"{head}.{layer}.linear.bias"] = self.block_bias[head, layer]
-            if self.config.vocab_size is not None:
-                views[f"{head}.{layers}.weight"] = self.lm_head[head]
-        return views
-
-
-def _sizes_of(tensors: Mapping[str, torch.Tensor], *, shares_lm_head: bool) -> MedusaConfig:
-    """The configuration that tensors under the authors' names belong to."""
-    block = tensors.get("0.0.linear.weight")
-    if block is None or block.ndim != 2:
-        raise ValueError("checkpoint: expected the matrix '0.0.linear.weight' of the first head, got none")
-    num_heads = len({name.split(".")[0] for name in tensors})
-    if shares_lm_head:
-        num_layers = len([name for name in tensors if name.startswith("0.") and name.endswith(".linear.weight")])
-        return MedusaConfig(block.shape[0], None, num_heads, num_layers)
-    lm_heads = [name for name in tensors if name.count(".") == 2 and name.endswith(".weight")]
-    if not lm_heads:
-        raise ValueError("checkpoint: missing the LM heads ('0.1.weight', ...)")
-    first = min(lm_heads)  # '{head}.{num_layers}.weight'
-    return MedusaConfig(block.shape[0], tensors[first].shape[0], num_heads, int(first.split(".")[1]))

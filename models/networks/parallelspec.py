@@ -10,76 +10,45 @@ The network reads embeddings and gives states; the target's embedding and LM hea
 were published. Choices that the paper leaves open: docs/drafters/parallelspec.md.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.eagle import EagleNetwork
-from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, Rotary
+from specdec.models.networks.eagle3 import Eagle3Network
+from specdec.models.networks.layer import Attend, DraftLayer, LayerNetworkConfig, Rotary
 
 __all__ = ["ParallelSpecConfig", "ParallelSpecNetwork"]
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelSpecConfig:
+class ParallelSpecConfig(LayerNetworkConfig):
     """Sizes and variant of a ParallelSpec network.
 
     Attributes:
-        vocab_size: tokens of the target.
-        layer: sizes of the one layer.
         variant: `"medusa"` reads tokens alone; `"eagle"` reads them with the target's states and guesses states.
         num_masks: K; the network guesses K + 1 tokens.
         mask_feature: what stands in the feature's place at a mask of the eagle variant: `"last"`, the group's own
             h_t, the newest that is known, or `"trained"`, a trainable vector per mask.
     """
 
-    vocab_size: int
-    layer: DraftLayerConfig
     variant: Literal["medusa", "eagle"] = "eagle"
     num_masks: int = 4
     mask_feature: Literal["last", "trained"] = "last"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_masks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        LayerNetworkConfig.__post_init__(self)
+        if self.num_masks < 1:
+            raise ValueError(f"num_masks: expected at least 1, got {self.num_masks}")
         if self.variant not in ("medusa", "eagle"):
             raise ValueError(f"variant: expected 'medusa' or 'eagle', got {self.variant!r}")
         if self.mask_feature not in ("last", "trained"):
             raise ValueError(f"mask_feature: expected 'last' or 'trained', got {self.mask_feature!r}")
         if self.variant == "medusa" and self.mask_feature != "last":
             raise ValueError(f"mask_feature: expected 'last' in the medusa variant, got {self.mask_feature!r}")
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of embeddings and states."""
-        return self.layer.hidden_size
-
-    @classmethod
-    def for_target(cls, target_config: PretrainedConfig, **changes: Any) -> "ParallelSpecConfig":
-        """A network with a layer like the target's.
-
-        Args:
-            target_config: the target's configuration.
-            changes: fields of this class, and of `DraftLayerConfig`.
-
-        Raises:
-            TypeError: a change that neither class knows.
-        """
-        text = target_config.get_text_config(decoder=True)
-        own = {field.name: changes.pop(field.name) for field in fields(cls) if field.name in changes}
-        layer = replace(own.pop("layer", None) or DraftLayerConfig.like(text), **changes)
-        return cls(**{"vocab_size": text.vocab_size, "layer": layer, **own})
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ParallelSpecConfig":
-        """What `dataclasses.asdict` was given."""
-        return cls(**{**data, "layer": DraftLayerConfig(**data["layer"])})
 
 
 class ParallelSpecNetwork(DraftNetwork):
@@ -147,16 +116,16 @@ class ParallelSpecNetwork(DraftNetwork):
             self.mask_features.normal_()
 
     @torch.no_grad()
-    def start_from_eagle(self, eagle: EagleNetwork) -> None:
+    def start_from_eagle(self, eagle: EagleNetwork | Eagle3Network) -> None:
         """Begin training of the eagle variant with a trained head of EAGLE-1, which is this network without its masks.
 
         Raises:
             ValueError: another variant, a head of EAGLE-3, or one of other sizes.
         """
-        if self.config.variant != "eagle" or eagle.config.version != 1:
+        if self.config.variant != "eagle" or not isinstance(eagle, EagleNetwork):
             raise ValueError(
                 "eagle: expected a drafter of EAGLE-1 for the eagle variant, got one of EAGLE-"
-                f"{eagle.config.version} for the {self.config.variant} variant"
+                f"{1 if isinstance(eagle, EagleNetwork) else 3} for the {self.config.variant} variant"
             )
         own = self.state_dict()
         given = {name.replace("layers.0.", "layer."): tensor for name, tensor in eagle.state_dict().items()}

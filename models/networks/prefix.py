@@ -17,6 +17,7 @@ import torch
 
 from specdec.kernels.common.launch import resolve_backend
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.words import pack_words
 from specdec.models.common.cache import KVCache
 from specdec.models.common.passes import PromptPass, TreePass
 from specdec.models.networks.layer import CachedAttention
@@ -66,7 +67,7 @@ class FeaturePrefix:
         self.width = max_new + keep
         self.keep = keep
         self._columns = torch.arange(self.width, device=device)
-        self._chain = _chain_words(self.width).to(device)[None]
+        self._chain = pack_words(torch.ones(1, self.width, self.width, device=device).tril().bool())
         # what is pending: always these tensors, as a captured step is replayed on their addresses
         self._features = torch.zeros(batch_size, self.width, feature_size, dtype=cache.data.dtype, device=device)
         self._tokens = torch.zeros(batch_size, self.width, dtype=torch.int64, device=device)
@@ -164,10 +165,3 @@ class FeaturePrefix:
         self._features.copy_(new)
         self._tokens.copy_(tokens)
         self._counts.copy_(verdict.num_emitted + self._kept if self.keep else verdict.num_emitted)
-
-
-def _chain_words(length: int) -> torch.Tensor:
-    """[length, W] int32 ancestor words of a chain: node i sees nodes 0 .. i."""
-    seen = torch.arange(length)[:, None] >= torch.arange((length + 31) // 32 * 32)
-    bits = seen.view(length, -1, 32).long() << torch.arange(32)
-    return bits.sum(-1).to(torch.int32)

@@ -11,21 +11,24 @@ The table of who writes what, with sources, is in docs/drafters/eagle.md.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from specdec.models.networks.eagle_config import DEFAULT_NUM_TAPS, EagleConfig
+from specdec.models.networks.base import load_strictly
+from specdec.models.networks.eagle import EagleConfig, EagleNetwork
+from specdec.models.networks.eagle3 import DEFAULT_NUM_TAPS, Eagle3Config, Eagle3Network
 from specdec.models.networks.layer import DraftLayerConfig
 
-__all__ = ["is_eagle", "read_published"]
+__all__ = ["EMBEDDING", "read", "recognises", "recognises_third"]
 
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Names that some trainers have for the same thing; what they count is not known well enough to read them.
 _OTHER_LAYER_IDS = ("aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids", "target_layer_ids")
-# Fields of `config.json`, and the values with which the arithmetic is that of `EagleNetwork`.
+# Fields of `config.json`, and the values with which the arithmetic is that of our networks.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "speculators_model_type": ("eagle3",),
     "hidden_act": ("silu",),
@@ -38,65 +41,89 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def is_eagle(names: Iterable[str]) -> bool:
-    """Whether a file with tensors of these names is EAGLE's, of any version."""
+def recognises(names: set[str], _config: Mapping[str, Any]) -> bool:
+    """Whether there are an input projection and a layer of EAGLE-3, or a layer 0 without input norm."""
     plain = {name.removeprefix("model.") for name in names}
     has_first_layer = any(name.startswith("layers.0.") for name in plain)
     is_first = has_first_layer and "layers.0.input_layernorm.weight" not in plain
     return "fc.weight" in plain and (is_first or _is_third(plain))
 
 
-def read_published(
+def recognises_third(names: set[str], config: Mapping[str, Any]) -> bool:
+    """Whether the file is EAGLE-3's."""
+    return recognises(names, config) and _is_third({name.removeprefix("model.") for name in names})
+
+
+def read(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
     *,
     tap_layers: Sequence[int] | None = None,
     rope_theta: float | None = None,
-) -> tuple[EagleConfig, dict[str, torch.Tensor]]:
-    """The configuration of a published file, and its tensors as `EagleNetwork` calls them.
+) -> EagleNetwork | Eagle3Network:
+    """Build a network. Files hold fp32 as a rule; the target's dtype is taken on when a drafter is bound.
+
+    An embedding in a file of EAGLE-3 becomes the network's own; `share_embedding` gives it up again.
 
     Args:
-        tensors: the file's tensors by name.
+        tensors: the file's tensors by name, in any of the layouts of docs/drafters/eagle.md.
         config: content of the `config.json` beside it.
-        tap_layers: decoder layers (0-based) whose outputs version 3 reads, whatever the file says.
+        tap_layers: decoder layers (0-based) whose outputs EAGLE-3 reads, whatever the file says.
         rope_theta: base of the rotary embedding, whatever the file says.
 
     Raises:
-        ValueError: sizes missing from the configuration, or layer ids that can be read in two ways.
-        NotImplementedError: a field of the configuration asks for other arithmetic than `EagleNetwork`'s.
+        ValueError: a missing, unexpected or misshapen tensor, by name; contradicting vocabulary tables; or a
+            configuration that does not say what has to be known.
+        NotImplementedError: a field of the configuration asks for other arithmetic than the network's.
     """
     given = None if tap_layers is None else tuple(tap_layers)
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    version: Literal[1, 3] = 3 if _is_third(tensors) else 1
-    if version == 3:
+    is_third = _is_third(tensors)
+    if is_third:
         tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     fields = {**config, **(config.get("transformer_layer_config") or {})}
-    layer = _layer(tensors, fields, version=version, rope_theta=rope_theta)
+    bias = f"{'midlayer' if is_third else 'layers.0'}.self_attn.q_proj.bias"
+    layer = _layer(fields, has_bias=bias in tensors, rope_theta=rope_theta)
     _check_fields(fields)
-    vocab_size = fields["vocab_size"]
-    if version == 1:
-        _drop_embedding(tensors, [vocab_size, layer.hidden_size])
-        return EagleConfig(vocab_size, layer, fc_bias=fields.get("bias", True), tap_layers=given), tensors
+    if is_third:
+        third = Eagle3Network(_third_config(tensors, config, fields, layer, given))
+        load_strictly(third, tensors)
+        _check_vocabulary(third)
+        return third
+    if given is not None:
+        raise ValueError(f"tap_layers: expected None with EAGLE-1 and EAGLE-2, got {given}")
+    _drop_embedding(tensors, [fields["vocab_size"], layer.hidden_size])
+    network = EagleNetwork(EagleConfig(fields["vocab_size"], layer, fc_bias=fields.get("bias", True)))
+    load_strictly(network, tensors)
+    return network
 
+
+def _third_config(
+    tensors: dict[str, torch.Tensor],
+    config: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    layer: DraftLayerConfig,
+    tap_layers: tuple[int, ...] | None,
+) -> Eagle3Config:
+    """The configuration of an EAGLE-3 file, whose tables of the draft vocabulary are completed in `tensors`."""
+    vocab_size = fields["vocab_size"]
     head_size = tensors[_HEAD].shape[0] if _HEAD in tensors else vocab_size
     draft_vocab_size = fields.get("draft_vocab_size") or head_size
     shares_lm_head = _HEAD not in tensors and draft_vocab_size == vocab_size
     if shares_lm_head and fields.get("tie_word_embeddings"):
         raise NotImplementedError(f"tie_word_embeddings: expected False in a file without {_HEAD}, got True")
     _complete_tables(tensors, vocab_size, draft_vocab_size)
-    settings = EagleConfig(
+    return Eagle3Config(
         vocab_size=vocab_size,
         layer=layer,
-        version=3,
-        tap_layers=_taps(tensors, config, layer.hidden_size, given),
+        tap_layers=_taps(tensors, config, layer.hidden_size, tap_layers),
         draft_vocab_size=draft_vocab_size,
         norm_before_residual=_norm_before_residual(fields),
         norm_output=_switch(fields, "norm_output"),
         feature_norm=_feature_norm(tensors, fields),
-        own_embedding=_EMBEDDING in tensors,
+        own_embedding=EMBEDDING in tensors,
         shares_lm_head=shares_lm_head,
     )
-    return settings, tensors
 
 
 def _is_third(names: Collection[str]) -> bool:
@@ -106,9 +133,9 @@ def _is_third(names: Collection[str]) -> bool:
 
 def _drop_embedding(tensors: dict[str, torch.Tensor], expected: list[int]) -> None:
     """Leave out the embedding of EAGLE-1 and EAGLE-2, which is a copy of the target's."""
-    embedding = tensors.pop(_EMBEDDING, None)
+    embedding = tensors.pop(EMBEDDING, None)
     if embedding is not None and list(embedding.shape) != expected:
-        raise ValueError(f"{_EMBEDDING}: expected shape {expected}, got {list(embedding.shape)}")
+        raise ValueError(f"{EMBEDDING}: expected shape {expected}, got {list(embedding.shape)}")
 
 
 def _complete_tables(tensors: dict[str, torch.Tensor], vocab_size: int, draft_vocab_size: int) -> None:
@@ -131,18 +158,27 @@ def _complete_tables(tensors: dict[str, torch.Tensor], vocab_size: int, draft_vo
         tensors["t2d"] = tensors["t2d"].bool()
 
 
-def _layer(
-    tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any], *, version: int, rope_theta: float | None
-) -> DraftLayerConfig:
+def _check_vocabulary(network: Eagle3Network) -> None:
+    """Refuse tables that contradict each other; `d2t` read as ids instead of offsets would show here."""
+    if not network.has_own_vocabulary:
+        return
+    ids = network.target_ids
+    if not torch.equal(ids.sort().values, network.t2d.nonzero()[:, 0]):
+        raise ValueError(
+            f"d2t: expected offsets that lead to the {int(network.t2d.sum())} tokens marked in t2d, got "
+            f"ids from {int(ids.min())} to {int(ids.max())}"
+        )
+
+
+def _layer(fields: Mapping[str, Any], *, has_bias: bool, rope_theta: float | None) -> DraftLayerConfig:
     """Sizes of the layer; defaults are those of the authors' code."""
-    missing = [name for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-               if name not in fields]  # fmt: skip
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    missing = [name for name in needed if name not in fields]
     if missing:
         raise ValueError(f"config.json: expected {', '.join(missing)} beside the tensors, got {sorted(fields)}")
     if rope_theta is not None and not rope_theta > 0:
         raise ValueError(f"rope_theta: expected more than 0, got {rope_theta}")
     heads = fields["num_attention_heads"]
-    bias = f"{'midlayer' if version == 3 else 'layers.0'}.self_attn.q_proj.bias"
     rope = _rope(fields)
     return DraftLayerConfig(
         hidden_size=fields["hidden_size"],
@@ -153,7 +189,7 @@ def _layer(
         # the drafter of Vicuna-33B has another name for it; it sizes nothing but tables of scaled rotary embeddings
         max_position_embeddings=fields.get("max_position_embeddings", fields.get("max_sequence_length", 2048)),
         rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-        attention_bias=fields.get("qkv_bias", bias in tensors),
+        attention_bias=fields.get("qkv_bias", has_bias),
         rope_parameters=rope if rope_theta is None else {**rope, "rope_theta": float(rope_theta)},
     )
 
@@ -168,7 +204,7 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for a field that asks for arithmetic which `EagleNetwork` does not have."""
+    """Raise NotImplementedError for a field that asks for arithmetic which our networks do not have."""
     for name, plain in _PLAIN_VALUES.items():
         value = _lookup(fields, name)
         if value is not None and value not in plain:
@@ -221,10 +257,8 @@ def _taps(
         if len(given) != count:
             raise ValueError(f"tap_layers: expected {count} layers for this network, got {given}")
         return given
-    named = {
-        place: ids for name in (_LAYER_IDS, *_OTHER_LAYER_IDS) for place in (name, f"eagle_config.{name}")
-        if (ids := _lookup(config, place))
-    }  # fmt: skip
+    places = [place for name in (_LAYER_IDS, *_OTHER_LAYER_IDS) for place in (name, f"eagle_config.{name}")]
+    named = {place: ids for place in places if (ids := _lookup(config, place))}
     if not named:
         if count != DEFAULT_NUM_TAPS:
             raise ValueError(

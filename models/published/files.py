@@ -17,9 +17,7 @@ __all__ = ["TensorFiles", "download", "read_config", "tensor_files"]
 
 # In this order; a folder with draft heads may hold other weights as well.
 _HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
-_MODEL_FILES = (
-    "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin",
-)  # fmt: skip
+_MODEL_FILES = tuple(name + end for name in ("model.safetensors", "pytorch_model.bin") for end in (".index.json", ""))
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _UNREADABLE = (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError)
 

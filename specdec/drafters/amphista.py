@@ -14,13 +14,12 @@ import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.drafting.candidates import Choose, choose_from
-from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
-from specdec.models.common.cache import KVCache
 from specdec.models.networks.amphista import AmphistaConfig, AmphistaNetwork
-from specdec.models.networks.prefix import FeaturePrefix, Pairs
-from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.models.networks.prefix import Pairs
+from specdec.models.target.target import PrefillOutput, TargetOutput
 from specdec.trees.shape import TreeShape
 
 __all__ = ["Amphista"]
@@ -41,16 +40,12 @@ class Amphista(NetworkDrafter):
     shape: TreeShape
     network_class: ClassVar[type[AmphistaNetwork]] = AmphistaNetwork
     network: AmphistaNetwork
+    least_depth: ClassVar[int] = 0
 
-    def __init__(self, network: AmphistaNetwork, shape: TreeShape) -> None:
-        super().__init__(network, shape)
-        config = network.config
-        if shape.max_depth > config.num_heads:
-            raise ValueError(
-                f"tree: expected a depth of at most {config.num_heads}, one level per head, got {shape.max_depth}"
-            )
-        if shape.max_rank >= config.vocab_size:
-            raise ValueError(f"tree: expected ranks below {config.vocab_size}, got {shape.max_rank}")
+    @classmethod
+    def depth_limit(cls, config: AmphistaConfig) -> tuple[int, str]:
+        """As `NetworkDrafter`."""
+        return config.num_heads, "one level per head"
 
     @classmethod
     def default_tree(cls, config: AmphistaConfig) -> TreeShape:
@@ -59,27 +54,10 @@ class Amphista(NetworkDrafter):
             return TreeShape.preset("medusa/mc_sim_7b_63")
         return TreeShape.from_k_config((8, 4, 1)[: config.num_heads])
 
-    def bind(self, target: Target) -> None:
-        """As `NetworkDrafter.bind`."""
-        super().bind(target)
-        self._template = TreeTemplate(self.shape, target.device, rows="depth", backend=target.backend)
-        self._num_ranks = self.shape.max_rank + 1
-        self._target = target
-
     def allocate(self, room: Room, device: torch.device) -> None:
         """Keys and values of the adaptation layers."""
-        layer, max_new = self.network.config.layer, self.shape.max_depth + 1
-        cache = KVCache(
-            num_layers=self.network.config.adaptation_layers,
-            batch_size=room.batch_size,
-            capacity=room.max_length + max_new,
-            num_kv_heads=layer.num_key_value_heads,
-            head_dim=layer.head_dim,
-            dtype=self._target.dtype,
-            device=device,
-            backend=self._target.backend,
-        )
-        self._prefix = FeaturePrefix(cache, max_new=max_new, feature_size=self._target.hidden_size)
+        config = self.network.config
+        self._prefix = self.new_prefix(room, device, config.layer, num_layers=config.adaptation_layers)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the adaptation layers over the prompt."""
@@ -87,7 +65,7 @@ class Amphista(NetworkDrafter):
         if pairs is not None:
             self._adapt(pairs)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Read what was committed, and let all heads speak at the newest pair."""
         pairs = self._prefix.read(root)
         first, second = self._adapt(pairs)
@@ -96,7 +74,7 @@ class Amphista(NetworkDrafter):
         states = self.network.speak(pairs.last(first), pairs.last(second))
         levels = slice(self.shape.max_depth)
         candidates = choose_from(choose, self.network.lm_heads(levels), states[:, levels], self._num_ranks)
-        return self._template.expand(candidates, root, lengths)
+        return self._template.expand(candidates, root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Take in the target's states at the accepted nodes."""

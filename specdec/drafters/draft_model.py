@@ -12,10 +12,8 @@ not the whole tree was accepted (its deepest node was never fed). That costs one
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
@@ -26,6 +24,7 @@ from specdec.drafting.candidates import Candidates, Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.trees.levels import plan_levels
 from specdec.trees.shape import MAX_NODES, TreeShape
 
 __all__ = ["DraftModel"]
@@ -71,6 +70,10 @@ class DraftModel(Drafter):
             for name, text in (texts or {}).items():
                 staging.joinpath(name).write_text(text, encoding="utf-8")
 
+    def with_tree(self, tree: TreeShape) -> "DraftModel":
+        """As `Drafter`."""
+        return DraftModel(self.model, tree)
+
     @property
     def can_sample(self) -> bool:
         """Yes: every list of candidates has its own law."""
@@ -89,7 +92,9 @@ class DraftModel(Drafter):
         if self.shape.max_rank >= num_tokens:
             raise ValueError(f"tree: expected ranks below {num_tokens}, got {self.shape.max_rank}")
         self._template = TreeTemplate(self.shape, target.device, rows="parent", backend=target.backend)
-        self._levels = _plan_levels(self.shape, target.device)
+        # leaves too: an accepted one has its keys and values in the cache
+        self._levels = plan_levels(self.shape, target.device, leaves=True)
+        self._chain = TreeTemplate(TreeShape.chain(1), target.device)
         self._num_ranks = self.shape.max_rank + 1
 
     def session(self) -> AbstractContextManager[None]:
@@ -109,23 +114,22 @@ class DraftModel(Drafter):
         last = (prompt.lengths.long() - 1)[:, None]
         self._previous.copy_(prompt.tokens.gather(1, last)[:, 0])
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass per level; every node with children has its own list of candidates."""
         self._root = root
-        candidates = []
-        tokens = torch.stack((self._previous, root), 1)
+        first = torch.stack((self._previous, root), 1)
+        output = self.network.score(self._known(first), self._chain.depth, self._chain.ancestors, self._cache)
+        self._cache.lengths += 2
+        candidates = [choose(self._over_target(output.logits[:, 1:]), self._num_ranks)]
         for level in self._levels:
-            tokens = self._known(tokens)
-            output = self.network.score(tokens, level.depth, level.ancestors, self._cache, first_node=level.first_node)
-            chosen = choose(self._over_target(output.logits[:, level.parents]), self._num_ranks)
-            candidates.append(chosen)
-            tokens = chosen.tokens.flatten(1)[:, level.next_inputs]
-        return self._template.expand(Candidates.cat(candidates), root, lengths)
+            tokens = self._known(candidates[-1].tokens.flatten(1)[:, level.candidate])
+            output = self.network.score(tokens, level.depth, level.ancestors, self._cache, first_node=level.first_slot)
+            candidates.append(choose(self._over_target(output.logits[:, level.inner]), self._num_ranks))
+        return self._template.expand(Candidates.cat(candidates), root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the accepted nodes' keys and values, all but the last accepted one's, which is fed again."""
-        # tree nodes sit one slot after the token before the root, which stays; the tree's own root is at slot 1
-        self._cache.lengths += 1
+        self._cache.lengths -= 1  # the root is a node of the tree
         self._cache.commit(verdict.path, verdict.num_accepted)
         self._cache.lengths -= 1
         last = verdict.num_accepted.clamp(min=1).long() - 1
@@ -140,48 +144,3 @@ class DraftModel(Drafter):
     def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [B, M, V] over the target's vocabulary."""
         return logits if self._missing == 0 else F.pad(logits, (0, self._missing), value=-torch.inf)
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """One pass of the draft model: all nodes of one depth, placed one slot after their own index.
-
-    Attributes:
-        first_node: slot of the first of them, counted from the token before the root.
-        depth: [1, n] int32 distance of each input from the token before the root.
-        ancestors: [1, n, W] int32 words over those slots.
-        parents: [m] int64 inputs that have children.
-        next_inputs: [n'] int64, for each node of the next depth its place in the parents' flattened top-k lists.
-    """
-
-    first_node: int
-    depth: torch.Tensor
-    ancestors: torch.Tensor
-    parents: torch.Tensor
-    next_inputs: torch.Tensor
-
-
-def _plan_levels(shape: TreeShape, device: torch.device) -> list[_Level]:
-    """The passes that draft `shape`, seen as a tree whose root is the token before the root."""
-    fed = TreeShape(parent=(-1, *(node + 1 for node in shape.parent)), rank=(-1, 0, *shape.rank[1:]))
-    words = np.asarray(fed.ancestor_words, dtype=np.int32)
-    depth = np.asarray(fed.depth, dtype=np.int32)
-    num_ranks = shape.max_rank + 1
-    levels = []
-    for distance in range(1, fed.max_depth):
-        # the first pass takes the token before the root along
-        nodes = [node for node in range(fed.num_nodes) if depth[node] == distance or (distance == 1 and node == 0)]
-        parents = [node for node in nodes if node > 0 and node in fed.parent]
-        children = [node for node in range(fed.num_nodes) if depth[node] == distance + 1]
-        num_words = (nodes[-1] + 32) // 32  # one bit for every slot up to this level's last
-        next_inputs = [parents.index(fed.parent[node]) * num_ranks + fed.rank[node] for node in children]
-        levels.append(
-            _Level(
-                first_node=nodes[0],
-                depth=torch.from_numpy(depth[nodes]).to(device)[None],
-                ancestors=torch.from_numpy(words[nodes][:, :num_words].copy()).to(device)[None],
-                parents=torch.tensor([nodes.index(node) for node in parents], device=device),
-                next_inputs=torch.tensor(next_inputs, device=device),
-            )
-        )
-    return levels

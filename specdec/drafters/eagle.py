@@ -1,11 +1,10 @@
 """EAGLE: one decoder layer continues the target's states, and its guesses are fed to it again, depth by depth.
 
-Paper: Li et al. 2024, "EAGLE" (arXiv:2401.15077); "EAGLE-2" (arXiv:2406.16858); Li et al. 2025, "EAGLE-3"
-(arXiv:2503.01840). EAGLE-1 and EAGLE-2 differ in the tree, EAGLE-3 in the network; any network drafts any tree.
+Paper: Li et al. 2024, "EAGLE" (arXiv:2401.15077); "EAGLE-2" (arXiv:2406.16858), which differs in the tree alone; any
+network drafts any tree. EAGLE-3, another network, is in eagle3.py.
 Proposes: a static tree, every parent with a list of its own (`TreeShape`: EAGLE-1), or the best nodes of a beam search
 (`DynamicTree`: EAGLE-2 and EAGLE-3).
-Needs from the target: its embedding, its LM head (version 1), and per token the state that enters that head (version 1)
-or the outputs of three decoder layers (version 3).
+Needs from the target: its embedding, its LM head, and per token the state that enters that head.
 Cost of one draft: one pass over the newly committed tokens, then one per depth that is extended. The layer has 12 to 15
 d^2 weights and the projection 2 to 3; the LM head is read in every pass. The deepest nodes are never fed.
 Deviations: a dynamic tree takes the most probable tokens whatever rule chooses candidates: it is not a sample from any
@@ -13,23 +12,21 @@ law, so it hands out none, and only acceptance that treats a candidate as certai
 summed in fp32, so that ties, which the authors' code resolves to wrong parents, are rare and harmless.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.drafting.candidates import Candidates, Choose, choose_from
-from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.words import pack_words
 from specdec.kernels.tree_rerank import MAX_POOL, beam_step, tree_rerank
-from specdec.models.common.cache import KVCache
-from specdec.models.common.lm_heads import LMHeads
-from specdec.models.networks.eagle import EagleConfig, EagleNetwork, default_tap_layers
+from specdec.models.networks.base import DraftNetwork
+from specdec.models.networks.eagle import EagleNetwork
+from specdec.models.networks.eagle3 import Eagle3Network
 from specdec.models.networks.layer import CachedAttention
-from specdec.models.networks.prefix import FeaturePrefix
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.levels import plan_levels
@@ -39,104 +36,58 @@ __all__ = ["Eagle"]
 
 
 class Eagle(NetworkDrafter):
-    """Drafting with an EAGLE network, of any version, and a static or dynamic tree; version 3's `kind` is `"eagle3"`.
+    """Drafting with an EAGLE network and a static or dynamic tree.
 
     Args:
         network: the trained network.
         shape: the tree to propose.
-        tap_layers: decoder layers (0-based) of the target whose outputs version 3 reads, whatever the network's
-            configuration says; where neither does, those of the published rule.
 
     Raises:
         ValueError: a tree without draft tokens, or of more ranks than there are tokens to propose, or beyond the
-            limits of dynamic trees; tap layers that the network cannot read.
+            limits of dynamic trees.
     """
 
     kind: ClassVar[str] = "eagle"
-    network_class = EagleNetwork
+    network_class: ClassVar[type[DraftNetwork]] = EagleNetwork
     shares_candidates = False
     grows_trees = True
-    network: EagleNetwork
+    network: EagleNetwork | Eagle3Network
 
-    def __init__(
-        self, network: EagleNetwork, shape: TreeShape | DynamicTree, *, tap_layers: Sequence[int] | None = None
-    ) -> None:
-        config = network.config
-        if shape.max_depth < 1:
-            raise ValueError("tree: expected at least one draft token, got the root alone")
-        if shape.max_rank >= config.num_draft_tokens:
-            name = "top_k" if isinstance(shape, DynamicTree) else "tree"
-            raise ValueError(
-                f"{name}: expected ranks below {config.num_draft_tokens}, the tokens that the network can propose, "
-                f"got {shape.max_rank}"
-            )
+    def __init__(self, network: EagleNetwork | Eagle3Network, shape: TreeShape | DynamicTree) -> None:
+        super().__init__(network, shape)
         if isinstance(shape, DynamicTree) and shape.num_candidates > MAX_POOL:
             raise ValueError(f"depth: expected at most {MAX_POOL} candidates in all, got {shape.num_candidates}")
         if isinstance(shape, DynamicTree) and shape.depth * shape.top_k > MAX_NODES:
             raise ValueError(f"depth: expected depth * top_k up to {MAX_NODES}, got {shape.depth * shape.top_k}")
-        if tap_layers is not None and config.version != 3:
-            raise ValueError(f"tap_layers: expected None with version 1, got {tuple(tap_layers)}")
-        if tap_layers is not None and len(tap_layers) * config.hidden_size != config.feature_size:
-            expected = config.feature_size // config.hidden_size
-            raise ValueError(f"tap_layers: expected {expected} layers for this network, got {tuple(tap_layers)}")
-        super().__init__(network, shape)
-        self.tap_layers = config.tap_layers if tap_layers is None else tuple(tap_layers)
-        if config.version == 3:
-            self.kind = "eagle3"  # type: ignore[misc]  # one class has two names
 
     @property
     def can_sample(self) -> bool:
         """Whether the tree is static: a dynamic one takes the most probable tokens and is no sample."""
         return isinstance(self.shape, TreeShape)
 
-    @property
-    def saved_config(self) -> EagleConfig:
-        """With the tap layers, which published files need not name."""
-        return replace(self.network.config, tap_layers=self.tap_layers)
-
     @classmethod
-    def default_tree(cls, config: EagleConfig) -> TreeShape | DynamicTree:
-        """EAGLE-1's published tree; for version 3 a dynamic tree, as its authors use it."""
-        return TreeShape.preset("eagle/mc_sim_7b_63") if config.version == 1 else DynamicTree()
+    def default_tree(cls, config: Any) -> TreeShape | DynamicTree:
+        """EAGLE-1's published tree."""
+        return TreeShape.preset("eagle/mc_sim_7b_63")
 
     def bind(self, target: Target) -> None:
         """Check the sizes, move the network to the target's device and dtype, and lay out the passes."""
         super().bind(target)
-        self._target = target
-        self._taps: list[int] = []
         self._heads = self.lm_heads
-        if self.network.lm_head is not None:
-            self._heads = LMHeads.of(self.network.lm_head, backend=target.backend)
-        if self.network.embed_tokens is not None:
-            self.embed = self.network.embed_tokens
-        if self.network.config.version == 3:
-            layers = default_tap_layers(target.num_layers) if self.tap_layers is None else self.tap_layers
-            self._taps = target.tap(layers)
-        self._target_ids = self.network.target_ids
-        self._num_ranks = self.shape.max_rank + 1
         if isinstance(self.shape, TreeShape):
-            self._template = TreeTemplate(self.shape, target.device, rows="parent", backend=target.backend)
             self._levels = plan_levels(self.shape, target.device)
             self._num_slots = sum(level.parent.shape[0] for level in self._levels)
         else:
             self._num_slots = self.shape.depth * self.shape.top_k
-            self._own_bits = _own_bits(self._num_slots).to(target.device)
+            self._own_bits = pack_words(torch.eye(self._num_slots, dtype=torch.bool)).to(target.device)
             self._pass_depth = torch.arange(self.shape.depth, dtype=torch.int32, device=target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """Keys and values of the layer, for the text and for the nodes that are extended."""
-        layer, max_new = self.network.config.layer, self.shape.max_depth + 1
-        cache = KVCache(
-            num_layers=1,
-            batch_size=room.batch_size,
-            capacity=room.max_length + max(max_new, self._num_slots),
-            num_kv_heads=layer.num_key_value_heads,
-            head_dim=layer.head_dim,
-            dtype=self._target.dtype,
-            device=device,
-            backend=self._target.backend,
+        config = self.network.config
+        self._prefix = self.new_prefix(
+            room, device, config.layer, feature_size=config.feature_size, num_slots=self._num_slots
         )
-        self._prefix = FeaturePrefix(cache, max_new=max_new, feature_size=self.network.config.feature_size)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Read the prompt."""
@@ -144,7 +95,7 @@ class Eagle(NetworkDrafter):
         if pairs is not None:
             self._run(self.network.read(pairs.features), pairs.tokens, pairs.positions, pairs.attend)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass over the tokens that are new, then one per depth over nodes that are extended."""
         pairs = self._prefix.read(root)
         states = self._run(self.network.read(pairs.features), pairs.tokens, pairs.positions, pairs.attend)
@@ -152,7 +103,7 @@ class Eagle(NetworkDrafter):
         first = pairs.last(states)[:, None]
         if isinstance(self.shape, DynamicTree):
             return self._draft_dynamic(self.shape, first, root)
-        return self._template.expand(self._draft_static(first, choose), root, lengths)
+        return self._template.expand(self._draft_static(first, choose), root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the accepted tokens, and what the target thought of them, to be read with the next draft."""
@@ -177,7 +128,7 @@ class Eagle(NetworkDrafter):
         first_index = 0
         for depth in range(shape.max_depth):
             best = self._heads.best(self.network.speak(states), width)
-            tokens.append(self._target_ids[best.tokens])
+            tokens.append(self._as_target(best.tokens))
             beam = beam_step(
                 tokens[-1],
                 best.values,
@@ -234,30 +185,17 @@ class Eagle(NetworkDrafter):
 
     def _choose(self, states: torch.Tensor, choose: Choose) -> Candidates:
         """Candidates after each of `states [B, n, C]`, as tokens of the target."""
-        chosen = choose_from(choose, self._heads, self.network.speak(states), self._num_ranks)
-        if not self.network.has_own_vocabulary:
-            return chosen
-        laws = None
-        if chosen.laws is not None:
-            laws = chosen.laws.new_full((*chosen.laws.shape[:2], self._target.vocab_size), -torch.inf)
-            laws.index_copy_(2, self._target_ids, chosen.laws)
-        return Candidates(self._target_ids[chosen.tokens], laws)
+        return choose_from(choose, self._heads, self.network.speak(states), self._num_ranks)
+
+    def _as_target(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens that the network proposes as int64 tokens of the target."""
+        return tokens.long()
 
     def _features(self, output: PrefillOutput | TargetOutput) -> torch.Tensor:
         """What the network reads of the target: [B, T, F]."""
-        if self.network.config.version == 1:
-            return output.hidden
-        return torch.cat([output.taps[place] for place in self._taps], -1)
+        return output.hidden
 
 
 def _rows(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Of `values [B, M, X]` the rows `row [B, W]`: [B, W, X]."""
     return values.gather(1, row.long()[:, :, None].expand(-1, -1, values.shape[2]))
-
-
-def _own_bits(num_slots: int) -> torch.Tensor:
-    """[num_slots, W] int32 words in which each slot's row has the slot's own bit."""
-    slots = torch.arange(num_slots)
-    words = torch.zeros(num_slots, (num_slots + 31) // 32, dtype=torch.int64)
-    words[slots, slots // 32] = 1 << (slots % 32)
-    return words.to(torch.int32)  # bit 31 is the sign

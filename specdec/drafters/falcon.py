@@ -16,18 +16,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.drafting.candidates import Candidates, Choose, choose_from
-from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
-from specdec.models.common.cache import KVCache
+from specdec.kernels.common.words import pack_words
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
 from specdec.models.networks.layer import CachedAttention
-from specdec.models.networks.prefix import FeaturePrefix
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import MAX_NODES, TreeShape
 
@@ -53,16 +51,17 @@ class Falcon(NetworkDrafter):
 
     def __init__(self, network: FalconNetwork, shape: TreeShape) -> None:
         super().__init__(network, shape)
-        if not shape.num_draft_tokens:
-            raise ValueError(f"tree: expected at least one draft token, got {shape}")
-        if shape.max_rank >= network.config.vocab_size:
-            raise ValueError(f"tree: expected ranks below {network.config.vocab_size}, got {shape.max_rank}")
         self._blocks = _Blocks.of(shape, network.config.block_size)
         if self._blocks.num_slots > MAX_NODES:
             raise ValueError(
                 f"tree: expected blocks of {network.config.block_size} tokens that fit into {MAX_NODES} places, "
                 f"got {len(self._blocks.nodes)} blocks, {self._blocks.num_slots} places"
             )
+
+    @property
+    def lists(self) -> tuple[int, ...]:
+        """As `NetworkDrafter`: that of the block and the place in it."""
+        return self._blocks.rows
 
     @classmethod
     def default_tree(cls, config: FalconConfig) -> TreeShape:
@@ -75,32 +74,17 @@ class Falcon(NetworkDrafter):
     def bind(self, target: Target) -> None:
         """As `NetworkDrafter.bind`."""
         super().bind(target)
-        self._target = target
-        self._template = TreeTemplate(self.shape, target.device, rows=self._blocks.rows, backend=target.backend)
         self._first_used = torch.tensor(self._blocks.used(level=0), device=target.device)
         self._passes = self._blocks.passes(target.device)
-        self._num_ranks = self.shape.max_rank + 1
         self._keep = self.network.config.block_size - 1
         width = self.shape.max_depth + 1 + self._keep
-        words = _first_words(width, max(width, self._blocks.num_slots))
-        self._first_words = torch.from_numpy(words).to(target.device)
+        columns, counts = torch.arange(max(width, self._blocks.num_slots)), torch.arange(width + 1)
+        self._first_words = pack_words(columns < counts[:, None]).to(target.device)  # row c: the first c bits
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The LSTM's state; keys and values of the layer, for the text and the blocks of the tree."""
-        layer, batch_size, max_new = self.network.config.layer, room.batch_size, self.shape.max_depth + 1
-        cache = KVCache(
-            num_layers=1,
-            batch_size=batch_size,
-            capacity=room.max_length + max(max_new + self._keep, self._blocks.num_slots),
-            num_kv_heads=layer.num_key_value_heads,
-            head_dim=layer.head_dim,
-            dtype=self._target.dtype,
-            device=device,
-            backend=self._target.backend,
-        )
-        self._prefix = FeaturePrefix(
-            cache, max_new=max_new, feature_size=self.network.config.hidden_size, keep=self._keep
-        )
+        config, batch_size = self.network.config, room.batch_size
+        self._prefix = self.new_prefix(room, device, config.layer, keep=self._keep, num_slots=self._blocks.num_slots)
         self._rows = torch.arange(batch_size, device=device)
         self._state = torch.zeros(batch_size, self.network.state_size, dtype=self._target.dtype, device=device)
 
@@ -114,7 +98,7 @@ class Falcon(NetworkDrafter):
             self._state.copy_(state)
             self.network.decode(fused, pairs.positions, pairs.attend)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Run the newest k pairs as a block, then the blocks of the tree depth by depth."""
         features, states, kept = self._read(root)
         candidates = choose_from(choose, self.lm_heads, features[:, self._first_used], self._num_ranks)
@@ -122,7 +106,7 @@ class Falcon(NetworkDrafter):
             features, states = self._run_blocks(blocks, candidates, features, states, kept)
             lists = choose_from(choose, self.lm_heads, features[:, blocks.used], self._num_ranks)
             candidates = Candidates.cat((candidates, lists))
-        return self._template.expand(candidates, root, lengths)
+        return self._template.expand(candidates, root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Take in the target's states at the accepted nodes."""
@@ -268,7 +252,7 @@ class _Blocks:
         slot_of = {node: size - 1 + index * size for index, node in enumerate(self.nodes[1:])}
         chosen = [node for node in self.nodes if self.shape.depth[node] == level]
         before = [node for node in self.nodes if self.shape.depth[node] == level - size]
-        seen = np.zeros((len(chosen), slot_of[chosen[-1]] + size), dtype=np.bool_)
+        seen = torch.zeros(len(chosen), slot_of[chosen[-1]] + size, dtype=torch.bool)
         tokens, parents = [], []
         for row, node in zip(seen, chosen, strict=True):
             path = np.flatnonzero(self.shape.ancestors[node])  # by depth, the root first
@@ -282,17 +266,6 @@ class _Blocks:
             rows=table(np.take(self.rows, tokens)),
             ranks=table(np.take(self.shape.rank, tokens)),
             depth=torch.arange(level - size, level, dtype=torch.int32, device=device).repeat(len(chosen))[None],
-            ancestors=torch.from_numpy(np.repeat(_words(seen), size, 0)[None]).to(device),
+            ancestors=pack_words(seen).repeat_interleave(size, 0)[None].to(device),
             first_slot=slot_of[chosen[0]],
         )
-
-
-def _words(seen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """[N, T] bool to [N, ceil(T / 32)] int32, bit j % 32 of word j // 32 for column j."""
-    padded = np.pad(seen, ((0, 0), (0, -seen.shape[1] % 32)))
-    return np.packbits(padded, axis=1, bitorder="little").view("<i4").astype(np.int32)
-
-
-def _first_words(max_count: int, num_columns: int) -> npt.NDArray[np.int32]:
-    """[max_count + 1, W] int32 words; row c has its first c bits set."""
-    return _words(np.arange(num_columns) < np.arange(max_count + 1)[:, None])

@@ -15,12 +15,10 @@ import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.drafting.candidates import Candidates, Choose
-from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
-from specdec.models.common.cache import KVCache
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
-from specdec.models.networks.prefix import FeaturePrefix
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.levels import plan_levels
 from specdec.trees.shape import TreeShape
@@ -47,15 +45,13 @@ class Hydra(NetworkDrafter):
 
     def __init__(self, network: HydraNetwork, shape: TreeShape) -> None:
         super().__init__(network, shape)
-        config = network.config
-        if not 1 <= shape.max_depth <= config.num_heads:
-            raise ValueError(
-                f"tree: expected a depth of 1 to {config.num_heads}, one level per head, got {shape.max_depth}"
-            )
-        if shape.max_rank >= config.vocab_size:
-            raise ValueError(f"tree: expected ranks below {config.vocab_size}, got {shape.max_rank}")
-        if config.prefix_attention:
+        if network.config.prefix_attention:
             self.kind = "hydra++"  # type: ignore[misc]  # one class has two names
+
+    @classmethod
+    def depth_limit(cls, config: HydraConfig) -> tuple[int, str]:
+        """As `NetworkDrafter`."""
+        return config.num_heads, "one level per head"
 
     @classmethod
     def default_tree(cls, config: HydraConfig) -> TreeShape:
@@ -66,30 +62,15 @@ class Hydra(NetworkDrafter):
     def bind(self, target: Target) -> None:
         """Check the sizes and move the network to the target's device and dtype."""
         super().bind(target)
-        self._target = target
-        self._template = TreeTemplate(self.shape, target.device, rows="parent", backend=target.backend)
-        self._num_ranks = self.shape.max_rank + 1
         self._levels = plan_levels(self.shape, target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """One state per row; with prefix attention, the keys and values of the text."""
         target, layer = self._target, self.network.config.prefix
         if layer is None:
-            self._rows = torch.arange(room.batch_size, device=device)
             self._hidden = torch.zeros(room.batch_size, target.hidden_size, dtype=target.dtype, device=device)
             return
-        max_new = self.shape.max_depth + 1
-        cache = KVCache(
-            num_layers=1,
-            batch_size=room.batch_size,
-            capacity=room.max_length + max_new,
-            num_kv_heads=layer.num_key_value_heads,
-            head_dim=layer.head_dim,
-            dtype=target.dtype,
-            device=device,
-            backend=target.backend,
-        )
-        self._prefix = FeaturePrefix(cache, max_new=max_new, feature_size=target.hidden_size)
+        self._prefix = self.new_prefix(room, device, layer)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Begin from the state of the last prompt token; prefix attention reads all of them."""
@@ -100,7 +81,7 @@ class Hydra(NetworkDrafter):
         if pairs is not None:
             self.network.encode(pairs.features, pairs.positions, pairs.attend)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Candidates of every node that has children, a depth at a time."""
         parts = [self._state(root)[:, None], self.embed(root.long())[:, None]]
         lists = [choose(self.network(0, parts), self._num_ranks)]
@@ -108,16 +89,14 @@ class Hydra(NetworkDrafter):
             tokens = lists[-1].tokens.flatten(1)[:, level.candidate]
             parts = [*(part[:, level.parent] for part in parts), self.embed(tokens)]
             lists.append(choose(self.network(head, parts), self._num_ranks))
-        return self._template.expand(Candidates.cat(lists), root, lengths)
+        return self._template.expand(Candidates.cat(lists), root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the state at the last accepted node; prefix attention is owed those of the whole accepted path."""
         if self.network.config.prefix_attention:
             self._prefix.commit(verdict, output.hidden)
             return
-        last = verdict.num_accepted.clamp(min=0).long()
-        node = verdict.path.gather(1, last[:, None])[:, 0].clamp(min=0).long()
-        self._hidden.copy_(output.hidden[self._rows, node])
+        self._hidden.copy_(verdict.at_last_node(output.hidden))
 
     def _state(self, root: torch.Tensor) -> torch.Tensor:
         """What all heads read of the committed text: [B, C]."""

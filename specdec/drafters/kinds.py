@@ -14,7 +14,6 @@ __all__ = [
     "KINDS_WITHOUT_WEIGHTS",
     "NETWORK_KINDS",
     "drafter_class",
-    "file_settings_of",
     "network_class",
     "settings_of",
 ]
@@ -41,7 +40,7 @@ _KINDS = {
     "hydra": _Kind("hydra:Hydra"),
     "hydra++": _Kind("hydra:Hydra"),
     "eagle": _Kind("eagle:Eagle"),
-    "eagle3": _Kind("eagle:Eagle"),
+    "eagle3": _Kind("eagle3:Eagle3"),
     "amphista": _Kind("amphista:Amphista"),
     "parallelspec": _Kind("parallelspec:ParallelSpec"),
     "falcon": _Kind("falcon:Falcon"),
@@ -75,12 +74,6 @@ def settings_of(kind: str) -> tuple[str, ...]:
     """Names of the settings that a kind's drafter takes beside its network and its tree."""
     parameters = inspect.signature(drafter_class(kind).__init__).parameters
     return tuple(name for name in parameters if name not in ("self", "network", "model", "shape"))
-
-
-def file_settings_of(kind: str) -> tuple[str, ...]:
-    """Names of the settings with which a kind's published files can be read."""
-    parameters = inspect.signature(network_class(kind).network_class.from_published).parameters
-    return tuple(name for name in parameters if name not in ("tensors", "config"))
 
 
 def _load(place: str) -> Any:

@@ -1,12 +1,12 @@
 """From a name, a path or a model to a drafter.
 
 What a folder holds is told by its files: a `specdec.json` is ours (`drafter_folder`); the authors' files are known by
-the names of their tensors, which each network class recognises; any other causal LM is a draft model.
+the names of their tensors (`specdec.models.published.readers`); any other causal LM is a draft model.
 """
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from specdec.drafters.kinds import (
     KINDS_WITHOUT_WEIGHTS,
     NETWORK_KINDS,
     drafter_class,
-    file_settings_of,
     network_class,
     settings_of,
 )
@@ -30,6 +29,7 @@ from specdec.drafting.base import Drafter
 from specdec.drafting.folder import RECORD, TREE, WEIGHTS, DrafterRecord, TargetRecord, config_from, embeds_like
 from specdec.models.networks.base import DraftNetwork, load_strictly
 from specdec.models.published.files import TensorFiles, download, read_config, tensor_files
+from specdec.models.published.readers import reader_of, recognise
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import AnyTreeLike, DynamicTree, as_tree, load_tree
 from specdec.trees.plan import read_plan
@@ -109,7 +109,7 @@ def _load_own(
     """A drafter from a folder of ours."""
     record = DrafterRecord.read(path / RECORD)
     drafter_type = network_class(record.kind)
-    if kind is not None and drafter_class(kind) is not drafter_type:
+    if kind is not None and not issubclass(drafter_type, drafter_class(kind)):
         raise ValueError(f"kind: expected {record.kind!r}, which is what {path} holds, got {kind!r}")
     weights = path / WEIGHTS
     if not weights.exists():
@@ -133,12 +133,15 @@ def _load_published(
         raise ValueError(f"kind: expected one that has weights, got {kind!r} for {path}")
     if kind != "draft_model":
         tensors = tensor_files(path)
-        kind = _recognise(set(tensors), config) if kind is None else kind
-        if kind is not None and kind != "draft_model":
-            read: Callable[..., DraftNetwork] = network_class(kind).network_class.from_published
-            names = [name for name in file_settings_of(kind) if name in settings]
-            network = read(tensors, config, **{name: settings.pop(name) for name in names})
-            _compare_embedding(network, tensors, target)
+        kind = recognise(set(tensors), config) if kind is None else kind
+        if kind is not None:
+            reader = reader_of(kind)
+            names = [name for name in reader.settings if name in settings]
+            network = reader.read(tensors, config, **{name: settings.pop(name) for name in names})
+            # a file of EAGLE may hold either network
+            kind = next(name for name in NETWORK_KINDS if network_class(name).network_class is type(network))
+            logger.info("checkpoint: read as %s", kind)
+            _compare_embedding(network, reader.embedding, tensors, target)
             return _drafter(kind, network, path, target, TargetRecord.of(target), tree, settings)
         if "model_type" not in config:
             shown = ", ".join(sorted(tensors)[:4])
@@ -149,10 +152,12 @@ def _load_published(
     return _draft_model(_read_causal_lm(path, target), _saved_tree(path) if tree is None else tree, settings)
 
 
-def _compare_embedding(network: DraftNetwork, tensors: Mapping[str, torch.Tensor], target: Target) -> None:
+def _compare_embedding(
+    network: DraftNetwork, embedding: str | None, tensors: Mapping[str, torch.Tensor], target: Target
+) -> None:
     """See by the embedding in the file, if there is one, whether the drafter was trained for this target."""
     for name in tensors:
-        if network.file_embedding is None or name.removeprefix("model.") != network.file_embedding:
+        if name.removeprefix("model.") != embedding:
             continue
         if embeds_like(target, tensors[name]):
             network.share_embedding()
@@ -164,15 +169,6 @@ def _compare_embedding(network: DraftNetwork, tensors: Mapping[str, torch.Tensor
             name,
             used,
         )
-
-
-def _recognise(names: set[str], config: dict[str, Any]) -> str | None:
-    """The kind of the authors' files with tensors of these names; None if no network knows them."""
-    for kind in NETWORK_KINDS:
-        if network_class(kind).network_class.recognises(names, config):
-            logger.info("checkpoint: recognised as %s", kind)
-            return kind
-    return None
 
 
 def _read_causal_lm(path: Path, target: Target) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.words import pack_words
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import MAX_NODES, TreeShape
 
@@ -79,10 +80,8 @@ class Lookahead(Drafter):
         self._guess_nodes = guess_nodes.int()  # [guesses, level - 1]
         self._guess_index = torch.arange(self.guesses, device=target.device)
         self._is_self = torch.eye(self.guesses, dtype=torch.bool, device=target.device)
-        nodes = torch.arange(self.shape.num_nodes)
-        words = torch.zeros(self.shape.num_nodes, self._template.ancestors.shape[2], dtype=torch.int64)
-        words[nodes, nodes // 32] = 1 << nodes % 32
-        self._words = words.int().to(target.device)  # [N, W] each node's own bit
+        own_bits = torch.eye(self.shape.num_nodes, dtype=torch.bool)
+        self._words = pack_words(own_bits).to(target.device)  # [N, W]
         self._cell_words = self._template.ancestors[:, cell_nodes.flatten()]
 
     def allocate(self, room: Room, device: torch.device) -> None:
@@ -102,7 +101,7 @@ class Lookahead(Drafter):
         self._pool.clear()
         self._num_steps.zero_()
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """The pool's n-grams that begin with the root, and the window as nodes without a parent."""
         self._window[:, 0, 0] = root
         guesses, is_known = self._pool.newest(root, self.guesses)

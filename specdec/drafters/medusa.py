@@ -13,12 +13,12 @@ import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.drafting.candidates import Choose, choose_from
-from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
-from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.models.target.target import PrefillOutput, TargetOutput
 from specdec.trees.shape import TreeShape
 
 __all__ = ["Medusa"]
@@ -38,17 +38,13 @@ class Medusa(NetworkDrafter):
     kind: ClassVar[str] = "medusa"
     network: MedusaHeads
     shape: TreeShape
+    least_depth: ClassVar[int] = 0
     network_class: ClassVar[type[DraftNetwork]] = MedusaHeads
 
-    def __init__(self, network: MedusaHeads, shape: TreeShape) -> None:
-        if shape.max_depth > network.config.num_heads:
-            raise ValueError(
-                f"tree: expected a depth of at most {network.config.num_heads}, one level per head, "
-                f"got {shape.max_depth}"
-            )
-        if network.config.vocab_size is not None and shape.max_rank >= network.config.vocab_size:
-            raise ValueError(f"tree: expected ranks below {network.config.vocab_size}, got {shape.max_rank}")
-        super().__init__(network, shape)
+    @classmethod
+    def depth_limit(cls, config: MedusaConfig) -> tuple[int, str]:
+        """As `NetworkDrafter`."""
+        return config.num_heads, "one level per head"
 
     @classmethod
     def default_tree(cls, config: MedusaConfig) -> TreeShape:
@@ -57,32 +53,22 @@ class Medusa(NetworkDrafter):
             return TreeShape.preset("medusa/mc_sim_7b_63")
         return TreeShape.from_k_config((8, 4, 1)[: config.num_heads])
 
-    def bind(self, target: Target) -> None:
-        """Take what the target shares and lay out the tree."""
-        super().bind(target)
-        self._template = TreeTemplate(self.shape, target.device, rows="depth", backend=target.backend)
-        self._num_ranks = self.shape.max_rank + 1
-        self._target = target
-
     def allocate(self, room: Room, device: torch.device) -> None:
         """One state per row."""
         target = self._target
         self._hidden = torch.zeros(room.batch_size, target.hidden_size, dtype=target.dtype, device=device)
-        self._rows = torch.arange(room.batch_size, device=device)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Begin from the state of the last prompt token."""
         self._hidden.copy_(output.last_hidden(prompt.lengths))
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Candidates of every head, laid out as the tree."""
         network, count = self.network, self.shape.max_depth
         heads = self.lm_heads if network.config.vocab_size is None else network.lm_heads(count)
         candidates = choose_from(choose, heads, network.states(self._hidden, count), self._num_ranks)
-        return self._template.expand(candidates, root, lengths)
+        return self._template.expand(candidates, root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the state at the last accepted node; the next root is the token after it."""
-        last = verdict.num_accepted.clamp(min=0).long()
-        node = verdict.path.gather(1, last[:, None])[:, 0].clamp(min=0).long()
-        self._hidden.copy_(output.hidden[self._rows, node])
+        self._hidden.copy_(verdict.at_last_node(output.hidden))

@@ -44,7 +44,7 @@ class NoDrafter(Drafter):
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Nothing to remember."""
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """The root alone."""
         table = self._template
         return DraftTree(root[:, None], table.parent, table.depth, table.ancestors, self._reach, max_depth=0)

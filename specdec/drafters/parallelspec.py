@@ -12,18 +12,16 @@ in docs/drafters/parallelspec.md.
 
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.drafting.candidates import Choose, choose_from
-from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
-from specdec.models.common.cache import KVCache
+from specdec.kernels.common.words import pack_words
 from specdec.models.networks.layer import CachedAttention
 from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
-from specdec.models.networks.prefix import FeaturePrefix
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import TreeShape
 
@@ -47,12 +45,14 @@ class ParallelSpec(NetworkDrafter):
     network: ParallelSpecNetwork
 
     def __init__(self, network: ParallelSpecNetwork, shape: TreeShape) -> None:
-        most = network.config.num_masks + 1
-        if not 1 <= shape.max_depth <= most:
-            raise ValueError(f"tree: expected a depth of 1 to {most}, the masks and one, got {shape.max_depth}")
         super().__init__(network, shape)
         # a mask sees those before it and never those after, so that masks beyond the tree change nothing
         self._num_masks = shape.max_depth - 1
+
+    @classmethod
+    def depth_limit(cls, config: ParallelSpecConfig) -> tuple[int, str]:
+        """As `NetworkDrafter`."""
+        return config.num_masks + 1, "the masks and one"
 
     @classmethod
     def default_tree(cls, config: ParallelSpecConfig) -> TreeShape:
@@ -63,28 +63,18 @@ class ParallelSpec(NetworkDrafter):
     def bind(self, target: Target) -> None:
         """Check the sizes and move the network to the target's device and dtype."""
         super().bind(target)
-        self._target = target
-        self._template = TreeTemplate(self.shape, target.device, rows="depth", backend=target.backend)
-        self._num_ranks = self.shape.max_rank + 1
         # a step adds the root and at most max_depth accepted tokens
         depth, ancestors = _pass_tables(max_new=self.shape.max_depth + 1, num_masks=self._num_masks)
         self._depth, self._ancestors = depth.to(target.device), ancestors.to(target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """Keys and values of the layer, for the text and the masks behind it."""
-        layer, max_new = self.network.config.layer, self.shape.max_depth + 1
-        cache = KVCache(
-            num_layers=1,
-            batch_size=room.batch_size,
-            capacity=room.max_length + max_new + self._num_masks,
-            num_kv_heads=layer.num_key_value_heads,
-            head_dim=layer.head_dim,
-            dtype=self._target.dtype,
-            device=device,
-            backend=self._target.backend,
+        # the masks come behind all that may be pending
+        num_slots = self.shape.max_depth + 1 + self._num_masks
+        feature_size = None if self.network.config.variant == "eagle" else 0
+        self._prefix = self.new_prefix(
+            room, device, self.network.config.layer, feature_size=feature_size, num_slots=num_slots
         )
-        feature_size = self._target.hidden_size if self.network.config.variant == "eagle" else 0
-        self._prefix = FeaturePrefix(cache, max_new=max_new, feature_size=feature_size)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Read the prompt."""
@@ -98,7 +88,7 @@ class ParallelSpec(NetworkDrafter):
         if pairs is not None:
             self.network(self.network.read(self.embed(pairs.tokens), pairs.features), pairs.positions, pairs.attend)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass over the tokens that are new and the masks behind each row's last one."""
         network, pairs = self.network, self._prefix.read(root)
         visible = self._prefix.visible(self._depth[pairs.counts], self._ancestors[pairs.counts])
@@ -113,7 +103,7 @@ class ParallelSpec(NetworkDrafter):
         self._prefix.advance()
         width = pairs.tokens.shape[1]
         states = torch.cat((pairs.last(states[:, :width])[:, None], states[:, width:]), 1)
-        return self._template.expand(choose_from(choose, self.lm_heads, states, self._num_ranks), root, lengths)
+        return self._template.expand(choose_from(choose, self.lm_heads, states, self._num_ranks), root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the accepted tokens, and their states, to be read with the next draft."""
@@ -129,12 +119,9 @@ def _pass_tables(max_new: int, num_masks: int) -> tuple[torch.Tensor, torch.Tens
         A row that has finished has no real token; its masks go where those of one token would.
     """
     num_nodes = max_new + num_masks
-    depth = np.empty((max_new + 1, num_nodes), dtype=np.int32)
-    seen = np.zeros((max_new + 1, num_nodes, -(-num_nodes // 32) * 32), dtype=np.bool_)
-    seen[:, :, :num_nodes] = np.tri(num_nodes, dtype=np.bool_)
+    depth = torch.arange(num_nodes, dtype=torch.int32).repeat(max_new + 1, 1)
+    seen = torch.ones(max_new + 1, num_nodes, num_nodes).tril().bool()
     for count in range(max_new + 1):
-        depth[count] = np.arange(num_nodes)
         depth[count, max_new:] += max(count, 1) - max_new
         seen[count, max_new:, count:max_new] = False  # places that the row leaves empty
-    words = np.packbits(seen, axis=-1, bitorder="little").view("<i4").astype(np.int32)
-    return torch.from_numpy(depth), torch.from_numpy(words)
+    return depth, pack_words(seen)

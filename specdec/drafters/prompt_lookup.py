@@ -53,6 +53,10 @@ class PromptLookup(Drafter):
             settings = {"num_draft_tokens": shape.max_depth, **settings}
         return cls(**settings)
 
+    def with_tree(self, tree: TreeShape) -> "PromptLookup":
+        """As `Drafter`; of the tree its depth."""
+        return PromptLookup(max_ngram=self.max_ngram, num_draft_tokens=tree.max_depth)
+
     def bind(self, target: Target) -> None:
         """Place the chain on the target's device."""
         self._template = TreeTemplate(self.shape, target.device)
@@ -72,7 +76,7 @@ class PromptLookup(Drafter):
         self._text[:, :width] = torch.where(inside, prompt.tokens, -1)
         self._lengths.copy_(prompt.lengths)
 
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Look the end of the text, root included, up in the text before it."""
         self._append(root[:, None], torch.ones_like(root))
         width = self._text.shape[1]

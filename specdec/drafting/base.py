@@ -99,6 +99,14 @@ class Drafter(ABC):
         """Whether its candidates can be drawn from laws that it hands on with the tree."""
         return False
 
+    def with_tree(self, tree: TreeShape) -> "Drafter":
+        """The same drafter with another tree, sharing its network; to be bound anew.
+
+        Raises:
+            ValueError: a drafter that has no tree to change, or cannot draft this one.
+        """
+        raise ValueError(f"drafter: expected one whose tree can be changed, got {self.kind}")
+
     @abstractmethod
     def bind(self, target: Target) -> None:
         """Check that this drafter fits the target and move to its device.
@@ -133,12 +141,11 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def draft(self, root: torch.Tensor, lengths: torch.Tensor, choose: Choose) -> DraftTree:
+    def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Propose.
 
         Args:
-            root: [B] int32 last emitted token, at position `lengths`.
-            lengths: [B] int32 committed tokens per row.
+            root: [B] int32 last emitted token, which follows the committed text.
             choose: how logits become candidates; not for drafters without a network.
         """
 

@@ -7,7 +7,7 @@ that is wanted, the logits need not be written.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -83,9 +83,7 @@ class DraftLaw:
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed logits [B, M, V] float32."""
-        return warp_logits(
-            logits, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
-        )  # fmt: skip
+        return warp_logits(logits, **asdict(self))
 
 
 class Sampled:

@@ -98,17 +98,15 @@ class TreeTemplate:
         self.ancestors = table(shape.ancestor_words)[None]
         self.traversal = TraversalTables.of(shape, device)
 
-    def expand(self, candidates: Candidates, root: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
+    def expand(self, candidates: Candidates, root: torch.Tensor) -> DraftTree:
         """Fill the tree.
 
         Args:
             candidates: M lists, as `rows` says, of more tokens than the largest rank.
             root: [B] int32 last emitted token.
-            lengths: [B] int32 committed tokens per row.
         """
-        tokens, _ = tree_expand(
-            candidates.tokens, root, lengths, self.row, self.rank, self.node_depth, backend=self.backend
-        )
+        nodes = self.row, self.rank, self.node_depth
+        tokens, _ = tree_expand(candidates.tokens, root, None, *nodes, backend=self.backend)
         return DraftTree(
             tokens,
             self.parent,

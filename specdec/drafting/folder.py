@@ -187,11 +187,12 @@ def write_folder(
 
 
 def config_from(config_class: type, data: Mapping[str, Any], *, source: str) -> Any:
-    """An instance of a network's configuration class from what JSON made of it.
+    """An instance of a network's configuration class from what JSON made of it; fields that it once had are left out.
 
     Raises:
         ValueError: fields missing, unknown or out of range; the message names them and `source`.
     """
+    data = {name: value for name, value in data.items() if name not in getattr(config_class, "retired", ())}
     known = {field.name: field for field in fields(config_class)}
     required = {name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING}
     missing, unknown = sorted(required - data.keys()), sorted(data.keys() - known.keys())

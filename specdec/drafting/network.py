@@ -2,14 +2,20 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from specdec.drafting.base import Drafter
+import torch
+
+from specdec.drafting.base import Drafter, Room
+from specdec.drafting.draft_tree import TreeTemplate
 from specdec.drafting.folder import DrafterRecord, TargetRecord, write_folder
+from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.networks.base import DraftNetwork
+from specdec.models.networks.layer import DraftLayerConfig
+from specdec.models.networks.prefix import FeaturePrefix
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
@@ -26,16 +32,37 @@ class NetworkDrafter(Drafter):
 
     Attributes:
         grows_trees: whether it can propose a `DynamicTree`.
+        least_depth: depth of the smallest tree that it can propose.
         target_record: what tells its target from others, once it was loaded for a target or bound to one.
+
+    Raises:
+        ValueError: a tree too shallow or too deep for the network, or of more ranks than there are tokens to propose.
     """
 
     network_class: ClassVar[type[DraftNetwork]]
     grows_trees: ClassVar[bool] = False
+    least_depth: ClassVar[int] = 1
 
     def __init__(self, network: DraftNetwork, shape: TreeShape | DynamicTree) -> None:
+        config, limit = network.config, self.depth_limit(network.config)
+        if limit is not None and not self.least_depth <= shape.max_depth <= limit[0]:
+            allowed = f"{self.least_depth} to {limit[0]}" if self.least_depth else f"at most {limit[0]}"
+            raise ValueError(f"tree: expected a depth of {allowed}, {limit[1]}, got {shape.max_depth}")
+        if shape.max_depth < self.least_depth:
+            raise ValueError("tree: expected at least one draft token, got the root alone")
+        num_tokens = getattr(config, "num_draft_tokens", config.vocab_size)
+        if num_tokens is not None and shape.max_rank >= num_tokens:
+            name = "top_k" if isinstance(shape, DynamicTree) else "tree"
+            why = "" if num_tokens == config.vocab_size else " the tokens that the network can propose,"
+            raise ValueError(f"{name}: expected ranks below {num_tokens},{why} got {shape.max_rank}")
         self.network = network
         self.shape = shape
         self.target_record: TargetRecord | None = None
+
+    @classmethod
+    def depth_limit(cls, config: Any) -> tuple[int, str] | None:
+        """The deepest tree that a network of this configuration can fill, and why; None for any depth."""
+        return None
 
     @property
     def can_sample(self) -> bool:
@@ -47,17 +74,72 @@ class NetworkDrafter(Drafter):
     def default_tree(cls, config: Any) -> TreeShape | DynamicTree:
         """The tree to propose with a network of this configuration when nobody names one."""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the drafter was made with beside its network and its tree."""
+        return {}
+
+    def with_tree(self, tree: TreeShape) -> "NetworkDrafter":
+        """As `Drafter`."""
+        changed = type(self)(self.network, tree, **self.settings)
+        changed.target_record = self.target_record
+        return changed
+
     def bind(self, target: Target) -> None:
-        """Check the sizes, move the network to the target's device and dtype, and take what the target shares."""
+        """Check the sizes, move the network to the target, take what the target shares and lay out a static tree."""
         self.network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
         if self.shape.max_rank >= target.vocab_size:
             raise ValueError(f"tree: expected ranks below {target.vocab_size}, got {self.shape.max_rank}")
         self.network.to(device=target.device, dtype=target.dtype).eval()
         self.network.backend = target.backend
         self.embed = target.model.get_input_embeddings()
-        self.lm_head = target.model.get_output_embeddings()
-        self.lm_heads = LMHeads.of(self.lm_head, backend=target.backend)
+        self.lm_heads = LMHeads.of(target.model.get_output_embeddings(), backend=target.backend)
         self.target_record = TargetRecord.of(target)
+        self._target = target
+        self._num_ranks = self.shape.max_rank + 1
+        if isinstance(self.shape, TreeShape):
+            self._template = TreeTemplate(self.shape, target.device, rows=self.lists, backend=target.backend)
+
+    @property
+    def lists(self) -> Literal["depth", "parent"] | Sequence[int]:
+        """The list of candidates that each node is taken from, as `TreeTemplate` has it."""
+        return "depth" if self.shares_candidates else "parent"
+
+    def new_prefix(
+        self,
+        room: Room,
+        device: torch.device,
+        layer: DraftLayerConfig,
+        *,
+        num_layers: int = 1,
+        feature_size: int | None = None,
+        keep: int = 0,
+        num_slots: int = 0,
+    ) -> FeaturePrefix:
+        """Memory for the committed text of a network that reads it with decoder layers.
+
+        Args:
+            room: the sizes.
+            device: where.
+            layer: sizes of the layers.
+            num_layers: how many there are.
+            feature_size: width of the target's states; by default its hidden size.
+            keep: as for `FeaturePrefix`.
+            num_slots: places that the drafter writes behind the committed text, if more than what is pending takes.
+        """
+        target, max_new = self._target, self.shape.max_depth + 1
+        cache = KVCache(
+            num_layers=num_layers,
+            batch_size=room.batch_size,
+            capacity=room.max_length + max(max_new + keep, num_slots),
+            num_kv_heads=layer.num_key_value_heads,
+            head_dim=layer.head_dim,
+            dtype=target.dtype,
+            device=device,
+            backend=target.backend,
+        )
+        width = target.hidden_size if feature_size is None else feature_size
+        return FeaturePrefix(cache, max_new=max_new, feature_size=width, keep=keep)
 
     @property
     def saved_config(self) -> Any:

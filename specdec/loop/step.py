@@ -113,7 +113,7 @@ class Generation:
         state.uniforms.next_step()
         with self.timer.phase("draft"):
             choose = self.rule.chooser(self.processing.law, state.uniforms)
-            tree = self.target.broadcast_from_first(self.drafter.draft(state.root, state.cache.lengths, choose))
+            tree = self.target.broadcast_from_first(self.drafter.draft(state.root, choose))
         with self.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
             scores = self._scores(output)

@@ -15,13 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.kinds import settings_of
 from specdec.drafters.none import NoDrafter
-from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import TopK
-from specdec.drafting.network import NetworkDrafter
 from specdec.loop.decoder import Decoder, without_autograd
 from specdec.loop.graphs import CannotCaptureError, CudaGraphs, Engine
 from specdec.loop.memory import tensors_of
@@ -122,18 +118,7 @@ def with_tree(drafter: Drafter, tree: TreeShape) -> Drafter:
     Raises:
         ValueError: a drafter that has no tree to change, or cannot draft this one.
     """
-    if not tree.num_draft_tokens:
-        return NoDrafter()
-    if isinstance(drafter, PromptLookup):
-        return PromptLookup(max_ngram=drafter.max_ngram, num_draft_tokens=tree.max_depth)
-    if isinstance(drafter, DraftModel):
-        return DraftModel(drafter.model, tree)
-    if not isinstance(drafter, NetworkDrafter):
-        raise ValueError(f"drafter: expected one whose tree can be changed, got {drafter.kind}")
-    settings = {name: getattr(drafter, name) for name in settings_of(drafter.kind)}
-    changed = type(drafter)(drafter.network, tree, **settings)
-    changed.target_record = drafter.target_record
-    return changed
+    return drafter.with_tree(tree) if tree.num_draft_tokens else NoDrafter()
 
 
 def probe_prompts(target: Target, *, num_prompts: int = 4, length: int = 32, seed: int = 0) -> list[torch.Tensor]:
@@ -230,13 +215,13 @@ def _draft_ms(
 
             one.start(prompt, output)
             counters = [(tensor, tensor.clone()) for tensor in tensors_of(one) if not tensor.is_floating_point()]
-            one.draft(prompt.lengths, prompt.lengths, TopK())
+            one.draft(prompt.lengths, TopK())
             moved = [(tensor, before) for tensor, before in counters if not torch.equal(tensor, before)]
 
             def draft(one: Drafter = one, moved: list[tuple[torch.Tensor, torch.Tensor]] = moved) -> object:
                 for tensor, before in moved:  # a draft goes on from where the last one ended
                     tensor.copy_(before)
-                return one.draft(prompt.lengths, prompt.lengths, TopK())
+                return one.draft(prompt.lengths, TopK())
 
             times[tree.max_depth] = measure(draft)
     drafter.bind(target)

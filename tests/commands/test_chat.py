@@ -81,11 +81,11 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_chat():
     class Interrupted(PromptLookup):
         steps = 0
 
-        def draft(self, root, lengths, choose):
+        def draft(self, root, choose):
             self.steps += 1
             if self.steps == 3:
                 raise KeyboardInterrupt
-            return super().draft(root, lengths, choose)
+            return super().draft(root, choose)
 
     attention = MODEL.config._attn_implementation
     chat = make_chat(Interrupted())

@@ -182,7 +182,7 @@ def test_dynamic_trees(target, tmp_path):
     assert specdec.load_drafter(tmp_path / "eagle", target, tree=(2, 1)).shape == specdec.TreeShape.from_k_config(
         (2, 1)
     )
-    with pytest.raises(TypeError, match="top_k: eagle has no such setting; it has tap_layers"):
+    with pytest.raises(TypeError, match="top_k: eagle has no such setting; it has none"):
         specdec.load_drafter(tmp_path / "eagle", target, tree=(2, 1), top_k=4)
 
 
@@ -248,7 +248,7 @@ def test_unknown_settings_and_kinds_are_named(saved, target):
         specdec.load_drafter("eagle3", target)
     with pytest.raises(ValueError, match="expected a kind that can be trained .*draft_model, medusa, .* got 'none'"):
         objective_class("none")
-    assert settings_of("eagle") == ("tap_layers",)
+    assert (settings_of("eagle"), settings_of("eagle3")) == ((), ("tap_layers",))
 
 
 def test_folders_that_hold_nothing(target, tmp_path):

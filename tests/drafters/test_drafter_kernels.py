@@ -7,6 +7,7 @@ from lib.drafter_checks import begin
 from lib.families import build_model, random_prompts
 from specdec.drafters.amphista import Amphista
 from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.falcon import Falcon
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
@@ -22,6 +23,7 @@ from specdec.trees.shape import TreeShape
 pytestmark = pytest.mark.interpreter
 
 SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 1], [0, 0, 0]])
+DYNAMIC = DynamicTree(num_nodes=8, depth=2, top_k=3)
 CASES = {
     "medusa": (Medusa, {"num_heads": 3, "num_layers": 2}, SHAPE),
     "medusa with the target's head": (Medusa, {"num_heads": 3, "vocab_size": None}, SHAPE),
@@ -32,13 +34,11 @@ CASES = {
     "parallelspec, eagle": (ParallelSpec, {"variant": "eagle", "num_masks": 2}, SHAPE),
     "parallelspec, medusa": (ParallelSpec, {"variant": "medusa", "num_masks": 2}, SHAPE),
     "eagle": (Eagle, {}, SHAPE),
-    "eagle, dynamic": (Eagle, {}, DynamicTree(num_nodes=8, depth=2, top_k=3)),
-    "eagle3": (Eagle, {"version": 3, "tap_layers": (0, 1, 2)}, SHAPE),
-    "eagle3, dynamic": (
-        Eagle, {"version": 3, "tap_layers": (0, 2), "draft_vocab_size": 50}, DynamicTree(num_nodes=8, depth=2, top_k=3)
-    ),
+    "eagle, dynamic": (Eagle, {}, DYNAMIC),
+    "eagle3": (Eagle3, {"tap_layers": (0, 1, 2)}, SHAPE),
+    "eagle3, dynamic": (Eagle3, {"tap_layers": (0, 2), "draft_vocab_size": 50}, DYNAMIC),
     "falcon": (Falcon, {"block_size": 2}, SHAPE),
-}  # fmt: skip
+}
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def propose(drafter, target, texts, roots):
     with target.hooked():
         cache = target.new_cache(len(texts), prompt.max_length)
         begin(drafter, prompt, target.prefill(prompt.tokens, lengths, cache))
-        return drafter.draft(torch.tensor(roots, dtype=torch.int32), lengths, TopK())
+        return drafter.draft(torch.tensor(roots, dtype=torch.int32), TopK())
 
 
 @pytest.mark.parametrize(("drafter_class", "settings", "shape"), CASES.values(), ids=CASES)

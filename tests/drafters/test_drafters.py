@@ -21,16 +21,29 @@ SHAPES = {
 
 
 def record_drafts(drafter):
-    """Keep every tree and the length of each row at that moment."""
-    drafts, draft = [], drafter.draft
+    """Keep every tree, and what was emitted with each step."""
+    drafts, emitted, draft, commit = [], [], drafter.draft, drafter.commit
 
-    def recording(root, lengths, choose):
-        tree = draft(root, lengths, choose)
-        drafts.append((tree, lengths.tolist()))
-        return tree
+    def recording(root, choose):
+        drafts.append(draft(root, choose))
+        return drafts[-1]
 
-    drafter.draft = recording
-    return drafts
+    def committing(verdict, output):
+        emitted.append(verdict.num_emitted.tolist())
+        commit(verdict, output)
+
+    drafter.draft, drafter.commit = recording, committing
+    return drafts, emitted
+
+
+def contexts(recorded, row, prompt, tokens):
+    """The trees that were proposed in a row until it ended, each with the tokens that were committed before."""
+    text, length = torch.cat((prompt, torch.tensor(tokens))), len(prompt)
+    for tree, emitted in zip(*recorded, strict=True):
+        if length >= len(text) - 1:
+            return
+        yield tree, text[:length]
+        length += emitted[row]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -48,16 +61,13 @@ def test_a_draft_model_proposes_its_top_k_after_every_node(shape, generator):
     model, small = build_model("llama"), build_model("llama", seed=1)
     prompts = random_prompts(generator, [9, 4])
     drafter = DraftModel(small, shape)
-    drafts = record_drafts(drafter)
+    recorded = record_drafts(drafter)
     result = Decoder(model, drafter).decode(prompts, 12)
     for row, prompt in enumerate(prompts):
-        text = torch.cat((prompt, torch.tensor(result.tokens[row])))
-        for tree, lengths in drafts:
-            if lengths[row] >= len(text) - 1:
-                continue  # the row has ended
+        for tree, text in contexts(recorded, row, prompt, result.tokens[row]):
             for node in range(1, shape.num_nodes):
                 path = [above for above in range(node) if shape.ancestors[node][above]]
-                context = torch.cat((text[: lengths[row]], tree.tokens[row, path].long()))
+                context = torch.cat((text, tree.tokens[row, path].long()))
                 best = small(context[None]).logits[0, -1].topk(shape.max_rank + 1).indices
                 assert tree.tokens[row, node] == best[shape.rank[node]]
 
@@ -70,16 +80,13 @@ def test_medusa_proposes_the_top_k_of_every_head_at_the_last_accepted_token(gene
     heads.block_bias.copy_(0.5 * torch.randn(heads.block_bias.shape, generator=generator))
     shape = SHAPES["leaves at every depth"]
     drafter = Medusa(heads, shape)
-    drafts = record_drafts(drafter)
+    recorded = record_drafts(drafter)
     prompts = random_prompts(generator, [9, 4])
     result = Decoder(model, drafter).decode(prompts, 40)
     assert result.stats.tau > 1, "nothing was ever accepted: the test did not see an accepted path"
     for row, prompt in enumerate(prompts):
-        text = torch.cat((prompt, torch.tensor(result.tokens[row])))
-        for tree, lengths in drafts:
-            if lengths[row] >= len(text) - 1:
-                continue
-            hidden = model.model(text[None, : lengths[row]]).last_hidden_state[:, -1]
+        for tree, text in contexts(recorded, row, prompt, result.tokens[row]):
+            hidden = model.model(text[None]).last_hidden_state[:, -1]
             best = heads(hidden)[0].topk(shape.max_rank + 1).indices
             for node in range(1, shape.num_nodes):
                 assert tree.tokens[row, node] == best[shape.depth[node] - 1, shape.rank[node]]

@@ -1,34 +1,25 @@
 """Falcon against its paper's equations, against its own fresh start, and its files. Training: test_falcon_training."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
-from lib.drafter_checks import Nudged, begin, check_drafter, propose
+from lib.drafter_checks import propose
 from lib.falcon_equations import Literal, make_network
 from lib.families import HIDDEN_SIZE, build_model, random_prompts
 from lib.published_files import falcon_file
 from specdec.drafters.falcon import Falcon
-from specdec.drafting.base import Prompt
-from specdec.drafting.candidates import Candidates
 from specdec.drafting.draft_tree import TreeTemplate
-from specdec.loop.decoder import Decoder
-from specdec.models.networks.base import load_strictly
-from specdec.models.networks.falcon import FalconConfig, FalconNetwork
-from specdec.models.networks.layer import DraftLayerConfig, MaskedAttention
-from specdec.models.target.target import Target
+from specdec.models.networks.falcon import FalconConfig
+from specdec.models.published import falcon
 from specdec.trees.shape import TreeShape
 
+_LEAVES = "0 1 3 00 01 10 12 000 010 120 0000 0001 1200 00010 00012 12000 000120 120001"
 SHAPES = {
     "chain": TreeShape.chain(4),
     "chain of no multiple of k": TreeShape.chain(5),
     "k_config": TreeShape.from_k_config((2, 2, 2, 1)),
-    "leaves at every depth": TreeShape.from_paths(
-        [[0], [1], [3], [0, 0], [0, 1], [1, 0], [1, 2], [0, 0, 0], [0, 1, 0], [1, 2, 0], [0, 0, 0, 0], [0, 0, 0, 1],
-         [1, 2, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 2], [1, 2, 0, 0, 0], [0, 0, 0, 1, 2, 0], [1, 2, 0, 0, 0, 1]]
-    ),
-}  # fmt: skip
+    "leaves at every depth": TreeShape.from_paths([[int(rank) for rank in path] for path in _LEAVES.split()]),
+}
 FAMILY_SHAPE = SHAPES["leaves at every depth"]
 
 
@@ -44,32 +35,6 @@ def test_a_draft_follows_the_equations_one_pair_at_a_time(block_size, recurrent,
         assert tree.tokens[0, 1:].tolist() == Literal(network, model, text, root).tokens(shape)
 
 
-@pytest.mark.parametrize(
-    ("shape", "block_size", "recurrent"),
-    [
-        ("chain", 2, True),
-        ("chain of no multiple of k", 3, True),
-        ("k_config", 4, True),
-        ("leaves at every depth", 2, True),
-        ("leaves at every depth", 3, True),
-        ("leaves at every depth", 2, False),
-    ],
-)
-def test_a_drafter_in_a_ragged_batch_proposes_what_a_fresh_one_does(shape, block_size, recurrent, generator):
-    model = build_model("llama")
-    network = make_network(model, block_size=block_size, recurrent=recurrent)
-    prompts = random_prompts(generator, [1, 4, 13])
-    check_drafter(lambda: Falcon(network, SHAPES[shape]), model, prompts, max_new_tokens=30)
-
-
-@pytest.mark.parametrize("family", ["opt", "llama3", "qwen3"])
-def test_a_drafter_works_for_other_families(family, generator):
-    model = build_model(family)
-    network = make_network(model, lstm_bias=False)
-    prompts = random_prompts(generator, [2, 7])
-    check_drafter(lambda: Falcon(network, FAMILY_SHAPE), model, prompts, max_new_tokens=16, min_tau=1.2)
-
-
 @torch.no_grad()
 def test_the_published_tree_gets_the_ranks_of_its_paths():
     model = build_model("llama")
@@ -80,83 +45,6 @@ def test_the_published_tree_gets_the_ranks_of_its_paths():
     tree = propose(drafter, model, text, root)
     assert [blocks.parent.shape[0] for blocks in drafter._passes] == [7, 11, 12]
     assert tree.tokens[0, 1:].tolist() == Literal(network, model, text, root).tokens(shape)
-
-
-@torch.no_grad()
-def test_what_a_drafter_remembers_after_an_acceptance_is_what_a_fresh_start_computes(generator):
-    model = build_model("llama")
-    network = make_network(model, block_size=3)
-    prompts = random_prompts(generator, [1, 4, 13])
-    drafter = Falcon(network, FAMILY_SHAPE)
-    plain = Decoder(model).decode(prompts, 30).tokens
-    nudged, remembered, draft = Nudged(drafter, plain, prompts), [], drafter.draft
-
-    def recording(root, lengths, choose):
-        tree = draft(root, lengths, choose)
-        cache = drafter._prefix.cache
-        remembered.append((cache.lengths.tolist(), cache.data.clone(), drafter._state.clone()))
-        return tree
-
-    drafter.draft = recording
-    assert Decoder(model, nudged).decode(prompts, 30).stats.tau > 1.5
-    largest = 0.0
-    for row in range(3):
-        for step, recorded in enumerate(nudged.drafts[row]):
-            fresh = Falcon(network, FAMILY_SHAPE)
-            propose(fresh, model, recorded.text, recorded.root)
-            lengths, data, state = remembered[step]
-            assert lengths[row] == fresh._prefix.cache.lengths.item() == max(len(recorded.text) - 2, 0)
-            expected = fresh._prefix.cache.data[:, :, 0, : lengths[row]]
-            differences = [(data[:, :, row, : lengths[row]] - expected).abs(), (state[row] - fresh._state[0]).abs()]
-            largest = max(largest, *(float(d.max()) for d in differences if d.numel()))
-    assert largest < 2e-5  # sums of 64 terms of size 1 in fp32, carried along 43 tokens; keys are of size 4
-
-
-@torch.no_grad()
-def test_a_row_of_a_batch_is_drafted_as_if_it_were_alone(generator):
-    model = build_model("llama")
-    network = make_network(model)
-    target = Target(model)
-    texts = random_prompts(generator, [1, 4, 13])
-
-    def laws(rows):
-        drafter, seen = Falcon(network, FAMILY_SHAPE), []
-        drafter.bind(target)
-        lengths = torch.tensor([len(texts[row]) for row in rows], dtype=torch.int32)
-        tokens = torch.nn.utils.rnn.pad_sequence([texts[row] for row in rows], batch_first=True)
-
-        def choose(logits, num_ranks):
-            seen.append(logits)
-            return Candidates(torch.arange(num_ranks).expand(*logits.shape[:2], -1))  # no near ties
-
-        with target.hooked():
-            output = target.prefill(tokens, lengths, target.new_cache(len(rows), 30))
-            begin(drafter, Prompt(tokens, lengths, 30), output)
-            drafter.draft(torch.full((len(rows),), 7, dtype=torch.int32), lengths, choose)
-        return torch.cat(seen, 1)
-
-    together = laws([0, 1, 2])
-    for row in range(3):
-        torch.testing.assert_close(laws([row])[0], together[row], atol=1e-4, rtol=1e-4)  # logits are of size 10
-
-
-@torch.no_grad()
-def test_laws_belong_to_the_nodes_whose_children_they_gave(generator):
-    model = build_model("llama")
-
-    def choose(logits, num_ranks):
-        return Candidates(logits.topk(num_ranks).indices, logits)
-
-    for block_size in (2, 3):
-        drafter = Falcon(make_network(model, block_size=block_size), FAMILY_SHAPE)
-        tree = propose(drafter, model, random_prompts(generator, [5])[0], 7, choose)
-        assert tree.laws.shape[1] == int(tree.law_row.max()) + 1, "a list that no node takes a token from"
-        for node in range(FAMILY_SHAPE.num_nodes):
-            children = FAMILY_SHAPE.children[node]
-            assert (tree.law_row[node] >= 0) == (len(children) > 0)
-            for child in children:
-                best = tree.laws[0, tree.law_row[node]].topk(FAMILY_SHAPE.max_rank + 1).indices
-                assert tree.tokens[0, child] == best[FAMILY_SHAPE.rank[child]]
 
 
 def test_a_template_takes_the_lists_it_is_given():
@@ -179,8 +67,8 @@ def test_a_template_takes_the_lists_it_is_given():
 def test_a_published_file_loads_and_drafts_as_its_authors_compute(generator):
     model = build_model("llama")
     tensors, config = falcon_file(model)
-    assert FalconNetwork.recognises(set(tensors), config)
-    network = FalconNetwork.from_published(tensors, config).eval()
+    assert falcon.recognises(set(tensors), config)
+    network = falcon.read(tensors, config).eval()
     assert network.config.block_size == 3
     assert not network.config.recurrent
     assert network.config.layer.rope_parameters["rope_theta"] == 10000
@@ -203,7 +91,7 @@ def test_a_published_file_of_other_tensors_is_refused_by_name():
 
     def load(changes=(), dropped=(), **config_changes):
         kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
-        return FalconNetwork.from_published(kept | dict(changes), config | config_changes)
+        return falcon.read(kept | dict(changes), config | config_changes)
 
     with pytest.raises(ValueError, match=r"missing tensors \['lstm.weight_hh_l1'\]"):
         load(dropped=["lstm.weight_hh_l1"])
@@ -216,29 +104,14 @@ def test_a_published_file_of_other_tensors_is_refused_by_name():
     with pytest.raises(ValueError, match=r"unexpected tensors \['lstm.bias_hh_l0', "):
         load(bias=False)
     with pytest.raises(ValueError, match="config.json: expected k_mask beside the tensors"):
-        FalconNetwork.from_published(tensors, {name: value for name, value in config.items() if name != "k_mask"})
+        falcon.read(tensors, {name: value for name, value in config.items() if name != "k_mask"})
     load(dropped=["embed_tokens.weight"])
     load(dropped=[name for name in tensors if name.startswith("lstm.bias")], bias=False)
     with_bias = {
         f"layers.0.self_attn.{n}_proj.bias": torch.ones(size) for n, size in zip("qkv", (64, 16, 16), strict=True)
     }
     assert load(with_bias).config.layer.attention_bias
-    assert not FalconNetwork.recognises({"fc.weight", "layers.0.self_attn.q_proj.weight"}, {})
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, {"lstm_bias": False}, {"recurrent": False, "block_size": 4}], ids=str)
-def test_weights_and_configuration_come_back_as_they_were_saved(changes, generator):
-    network = make_network(build_model("qwen2"), **changes)
-    assert not [name for name in network.state_dict() if not name.startswith(("lstm.", "layers.0."))]
-    config = FalconConfig.from_dict(asdict(network.config))
-    assert config == network.config
-    again = FalconNetwork(config).eval()
-    load_strictly(again, {name: tensor.clone() for name, tensor in network.state_dict().items()})
-    inputs = torch.randn(2, 2, 5, HIDDEN_SIZE, generator=generator)
-    positions = torch.arange(5)[None]
-    before = network(*inputs, positions, MaskedAttention())
-    assert torch.equal(again(*inputs, positions, MaskedAttention()), before)
+    assert not falcon.recognises({"fc.weight", "layers.0.self_attn.q_proj.weight"}, {})
 
 
 @torch.no_grad()
@@ -268,18 +141,11 @@ def test_all_three_ways_through_the_lstm_agree(recurrent, generator):
 # Bad input
 
 
-def test_trees_and_targets_that_do_not_fit_are_refused():
+def test_trees_of_too_many_blocks_are_refused():
     model = build_model("llama")
     network = make_network(model, block_size=4)
-    with pytest.raises(ValueError, match="tree: expected at least one draft token"):
-        Falcon(network, TreeShape.none())
-    with pytest.raises(ValueError, match="tree: expected ranks below 96, got 96"):
-        Falcon(network, TreeShape.from_k_config((97,)))
     with pytest.raises(ValueError, match="blocks of 4 tokens that fit into 512 places, got 161 blocks, 643 places"):
         Falcon(network, TreeShape.from_k_config((2, 2, 2, 20, 1)))
-    other = FalconNetwork(FalconConfig(95, DraftLayerConfig.like(model.config)))
-    with pytest.raises(ValueError, match="drafter: expected vocab_size 96 as the target's, got 95"):
-        Falcon(other, TreeShape.chain(2)).bind(Target(model))
 
 
 @pytest.mark.parametrize(("block_size", "depth"), [(1, 8), (2, 8), (3, 6), (4, 8), (5, 5), (9, 8)])

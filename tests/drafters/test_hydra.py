@@ -1,21 +1,19 @@
 """Hydra and Hydra++: drafting against the paper's equations written out, checkpoints, training."""
 
-import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lib.drafter_checks import Nudged, check_drafter, propose
+from lib.drafter_checks import Nudged, propose
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model, random_prompts
 from lib.hydra_equations import CONFIGS, LAYER, literal_head, literal_state, literal_tokens, random_network
 from specdec.drafters.hydra import Hydra
 from specdec.drafting.candidates import Candidates
 from specdec.loop.decoder import Decoder
-from specdec.models.networks.base import load_strictly
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
-from specdec.models.networks.layer import DraftLayerConfig, MaskedAttention, Rotary
+from specdec.models.networks.layer import DraftLayerConfig, Rotary
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import TrainingBatch
 from specdec.training.objectives.hydra import HydraObjective, HydraPlusPlusObjective
@@ -45,20 +43,6 @@ class Scripted:
 # Drafting
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("kind", ["hydra", "hydra++"])
-def test_rows_of_a_ragged_batch_draft_as_if_fresh_and_alone(kind, shape, generator):
-    prompts = random_prompts(generator, [1, 4, 13])
-    check_drafter(lambda: Hydra(random_network(CONFIGS[kind]), shape), build_model("llama"), prompts, max_new_tokens=24)
-
-
-@pytest.mark.parametrize("family", ["opt", "llama3", "mistral_window"])
-def test_other_families_draft_as_if_fresh_and_alone(family, generator):
-    model, prompts = build_model(family), random_prompts(generator, [3, 7])
-    config = HydraConfig.plus_plus(model.config, num_heads=3)
-    check_drafter(lambda: Hydra(random_network(config), SHAPES["k_config"]), model, prompts, max_new_tokens=16)
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_node_is_what_the_equations_say(kind, generator):
     model, shape = build_model("llama"), SHAPES["leaves at every depth"]
@@ -69,41 +53,6 @@ def test_every_node_is_what_the_equations_say(kind, generator):
     assert Decoder(model, nudged).decode(prompts, 10).stats.tau > 1.3
     for draft in [draft for drafts in nudged.drafts for draft in drafts]:
         assert draft.tokens == literal_tokens(network, model, draft.text, draft.root, shape)
-
-
-@torch.no_grad()
-def test_prefix_cache_is_that_of_a_fresh_prefill(generator):
-    model, network = build_model("llama"), random_network(CONFIGS["hydra++"])
-    prompts = random_prompts(generator, [1, 4, 13])
-    plain = Decoder(model).decode(prompts, 30).tokens
-    drafter = Hydra(network, SHAPES["k_config"])
-    assert Decoder(model, Nudged(drafter, plain, prompts)).decode(prompts, 30).stats.tau > 1.5
-    cache = drafter._prefix.cache
-    for row, (prompt, new) in enumerate(zip(prompts, plain, strict=True)):
-        length = int(cache.lengths[row])
-        assert length >= len(prompt) + 25 - 2 * (drafter.shape.max_depth + 1), "hardly anything was committed"
-        text = torch.cat((prompt, torch.tensor(new)))[:length]
-        kept = []
-
-        def keep(layer, query, key, value, kept=kept):
-            kept.extend((key[0], value[0]))
-            return MaskedAttention()(layer, query, key, value)
-
-        network.encode(model.model(text[None]).last_hidden_state, torch.arange(length)[None], keep)
-        torch.testing.assert_close(cache.data[0, :, row, :length], torch.stack(kept), rtol=1e-4, atol=1e-4)
-
-
-def test_sampled_trees_carry_the_law_of_every_node_with_children(generator):
-    model, network, shape = build_model("llama"), random_network(CONFIGS["hydra++"]), SHAPES["leaves at every depth"]
-    text = random_prompts(generator, [9])[0]
-    tree = propose(Hydra(network, shape), model, text, 5, choose=Scripted())
-    state, embed = literal_state(network, model, text), model.get_input_embeddings().weight
-    inner = [node for node in range(shape.num_nodes) if shape.children[node]]
-    assert [node for node in range(shape.num_nodes) if tree.law_row[node] >= 0] == inner
-    for node in inner:
-        seen = [embed[tree.tokens[0, above]] for above in range(node + 1) if shape.ancestors[node][above]]
-        law = literal_head(network.state_dict(), network.config, shape.depth[node], state, seen)
-        torch.testing.assert_close(tree.laws[0, tree.law_row[node]], law, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -136,37 +85,7 @@ def test_kind_and_default_tree_follow_from_the_network():
     assert Hydra.default_tree(replace(config, num_heads=5)) == TreeShape.preset("hydra/mc_sim_7b_63")
 
 
-@pytest.mark.parametrize(
-    ("shape", "match"),
-    [
-        (TreeShape.chain(4), "tree: expected a depth of 1 to 3, one level per head, got 4"),
-        (TreeShape.none(), "tree: expected a depth of 1 to 3, one level per head, got 0"),
-        (TreeShape.from_paths([[VOCAB_SIZE]]), "tree: expected ranks below 96, got 96"),
-    ],
-)
-def test_trees_that_do_not_fit_are_refused(shape, match):
-    with pytest.raises(ValueError, match=match):
-        Hydra(HydraNetwork(CONFIGS["hydra"]), shape)
-
-
-def test_a_network_for_another_target_is_refused():
-    drafter = Hydra(HydraNetwork(replace(CONFIGS["hydra"], vocab_size=50)), TreeShape.chain(2))
-    with pytest.raises(ValueError, match="drafter: expected vocab_size 96 as the target's, got 50"):
-        drafter.bind(Target(build_model("llama")))
-
-
 # Configuration and files
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_configuration_and_tensors_survive_a_file(kind):
-    network = random_network(CONFIGS[kind])
-    config = HydraConfig.from_dict(json.loads(json.dumps(asdict(network.config))))
-    assert config == network.config
-    copy = HydraNetwork(config)
-    load_strictly(copy, {name: tensor.clone() for name, tensor in network.state_dict().items()})
-    parts = [torch.ones(1, HIDDEN_SIZE)] * 4
-    assert torch.equal(copy.eval()(2, parts), network(2, parts))
 
 
 def test_presets_take_the_sizes_of_the_target():

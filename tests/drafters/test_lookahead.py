@@ -29,8 +29,8 @@ class Recording(Lookahead):
         super().start(prompt, output)
         self.trees = []
 
-    def draft(self, root, lengths, choose):
-        self.trees.append(super().draft(root, lengths, choose))
+    def draft(self, root, choose):
+        self.trees.append(super().draft(root, choose))
         return self.trees[-1]
 
 

@@ -29,10 +29,8 @@ def tau(tiny, tree, rule="auto", *, copies=1, **settings):
     drafter = specdec.load_drafter(tiny_drafter("draft_model"), target, tree=tree)
     if copies > 1:
         settings |= {"do_sample": True, "top_k": 0, "num_return_sequences": copies, "seed": 0}
-    output = specdec.generate(
-        target, drafter, prompts, attention_mask=torch.ones_like(prompts), acceptance=rule, max_new_tokens=40,
-        return_dict_in_generate=True, **settings,
-    )  # fmt: skip
+    settings |= {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 40, "return_dict_in_generate": True}
+    output = specdec.generate(target, drafter, prompts, acceptance=rule, **settings)
     assert output.lossless
     return output.stats.tau
 

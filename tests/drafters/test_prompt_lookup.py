@@ -48,11 +48,11 @@ def test_proposes_what_a_plain_search_finds(data):
     num_tokens = data.draw(st.integers(1, 6))
     texts = data.draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=12), min_size=1, max_size=3))
     drafter = PromptLookup(max_ngram=max_ngram, num_draft_tokens=num_tokens)
-    lengths = start(drafter, texts)
+    start(drafter, texts)
     roots = [data.draw(st.integers(1, 4)) for _ in texts]
     finished = [False] * len(texts)
     for _ in range(4):
-        tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), lengths, TopK())
+        tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), TopK())
         width = tree.max_depth + 1
         emitted = torch.full((len(texts), width), -1, dtype=torch.int32)
         accepted = torch.full((len(texts),), -1, dtype=torch.int32)

@@ -73,9 +73,9 @@ def test_stop_strings_end_the_text_where_transformers_ends_it():
 
 def test_max_time_ends_the_text_after_the_step_that_is_running():
     class Slow(PromptLookup):
-        def draft(self, root, lengths, choose):
+        def draft(self, root, choose):
             time.sleep(0.05)
-            return super().draft(root, lengths, choose)
+            return super().draft(root, choose)
 
     output = specdec.generate(
         MODEL, Slow(), PROMPT[None], max_new_tokens=200, max_time=0.3, return_dict_in_generate=True

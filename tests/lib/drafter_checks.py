@@ -13,12 +13,24 @@ from specdec.models.target.target import Target
 
 @dataclass
 class Draft:
-    """One recorded proposal: the committed text and root it was made for, and its tree (of one row)."""
+    """One recorded proposal of one row: the committed text and root it was made for, its tree, and the logits."""
 
     text: torch.Tensor
     root: int
     tokens: list[int]
     parent: list[int]
+    logits: list[torch.Tensor]
+
+
+class Recording:
+    """`TopK` that keeps the logits that it saw."""
+
+    def __init__(self):
+        self.logits = []
+
+    def __call__(self, logits, num_ranks):
+        self.logits.append(logits.clone())
+        return TopK()(logits, num_ranks)
 
 
 class Nudged(Drafter):
@@ -51,19 +63,25 @@ class Nudged(Drafter):
         self.inner.allocate(room, device)
 
     def start(self, prompt, output):
+        self.num_done = torch.zeros_like(prompt.lengths)
         self.inner.start(prompt, output)
 
-    def draft(self, root, lengths, choose):
-        tree = self.inner.draft(root, lengths, choose)
+    def draft(self, root, choose):
+        choose = Recording()
+        tree = self.inner.draft(root, choose)
         tokens = tree.tokens.clone()
         parents = tree.parent.expand_as(tokens).tolist()
         for row, (prompt, expected, parent) in enumerate(zip(self.prompts, self.expected, parents, strict=True)):
-            done = int(lengths[row]) - len(prompt)  # emitted tokens before the root
+            done = int(self.num_done[row])  # emitted tokens before the root
             if done >= len(expected) - 1:
                 continue  # the row has ended
             text = torch.cat((prompt, torch.tensor(expected[:done], dtype=torch.int64)))
             assert expected[done] == int(root[row])
-            self.drafts[row].append(Draft(text, int(root[row]), tree.tokens[row].tolist(), parent))
+            self.drafts[row].append(
+                Draft(
+                    text, int(root[row]), tree.tokens[row].tolist(), parent, [logits[row] for logits in choose.logits]
+                )
+            )
             node, depth = 0, 0
             while torch.rand((), generator=self.generator) < 0.7 and done + depth + 1 < len(expected):
                 children = [child for child in range(1, len(parent)) if parent[child] == node]
@@ -75,6 +93,7 @@ class Nudged(Drafter):
         return DraftTree(tokens, tree.parent, tree.depth, tree.ancestors, tree.reach, tree.max_depth)
 
     def commit(self, verdict, output):
+        self.num_done += verdict.num_emitted
         self.inner.commit(verdict, output)
 
 
@@ -95,9 +114,13 @@ def check_drafter(make_drafter, model, prompts, *, max_new_tokens=40, min_tau=1.
     assert result.stats.tau >= min_tau, f"tau {result.stats.tau}: hardly anything was accepted"
     for drafts in nudged.drafts:
         for draft in drafts:
-            fresh = propose(make_drafter(), model, draft.text, draft.root)
+            choose = Recording()
+            fresh = propose(make_drafter(), model, draft.text, draft.root, choose)
             assert fresh.parent.expand_as(fresh.tokens)[0].tolist() == draft.parent
             assert fresh.tokens[0].tolist() == draft.tokens
+            for got, expected in zip(draft.logits, choose.logits, strict=True):
+                # fp32, with keys and states that came about step by step in one and at once in the other
+                assert (got - expected[0]).abs().max() < 1e-3 * expected.abs().max()
     return result
 
 
@@ -118,4 +141,4 @@ def propose(drafter: Drafter, model, text: torch.Tensor, root: int, choose=None)
     with target.hooked(), drafter.session():
         cache = target.new_cache(1, len(text) + 1)
         begin(drafter, prompt, target.prefill(prompt.tokens, lengths, cache))
-        return drafter.draft(torch.tensor([root], dtype=torch.int32), lengths, choose or TopK())
+        return drafter.draft(torch.tensor([root], dtype=torch.int32), choose or TopK())

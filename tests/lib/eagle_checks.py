@@ -3,7 +3,10 @@
 import torch
 
 from lib.families import VOCAB_SIZE
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork
+from specdec.models.networks.eagle3 import Eagle3Config, Eagle3Network
 
 TAPS = (0, 1, 1)
 DRAFT_TOKENS = torch.arange(1, VOCAB_SIZE, 3)
@@ -17,11 +20,18 @@ SWITCHES = {
 }
 
 
-def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwork:
+def drafter_of(network, shape, **settings) -> Eagle:
+    """A drafter around a network of either version."""
+    return (Eagle3 if isinstance(network, Eagle3Network) else Eagle)(network, shape, **settings)
+
+
+def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwork | Eagle3Network:
     """A network for `model` with weights so large that guesses differ from place to place."""
     if version == 3:
         changes = {"tap_layers": TAPS, "draft_vocab_size": len(DRAFT_TOKENS), **changes}
-    network = EagleNetwork(EagleConfig.for_target(model.config, version=version, **changes))
+        network = Eagle3Network(Eagle3Config.for_target(model.config, **changes))
+    else:
+        network = EagleNetwork(EagleConfig.for_target(model.config, **changes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
@@ -30,7 +40,7 @@ def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwor
                 scale /= 30  # the layers of a random target have large outputs, which would drown all that follows
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise if "norm" in name else noise)
-    if network.has_own_vocabulary:
+    if version == 3 and network.has_own_vocabulary:
         network.set_draft_vocabulary(DRAFT_TOKENS)
     return network.eval()
 
@@ -38,7 +48,7 @@ def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwor
 def record_logits(network, model) -> list[torch.Tensor]:
     """Keep the logits of every pass; when drafting [B, n, draft vocabulary], in the order of feeding."""
     passes, speak = [], network.speak
-    lm_head = model.get_output_embeddings() if network.lm_head is None else network.lm_head
+    lm_head = getattr(network, "lm_head", None) or model.get_output_embeddings()
 
     def recording(states):
         passes.append(lm_head(speak(states)))
@@ -54,8 +64,9 @@ class Literal:
     A pair is (state, token after it, position). As there is one layer, a pair's key and value depend on it alone.
     """
 
-    def __init__(self, network: EagleNetwork, model) -> None:
+    def __init__(self, network: EagleNetwork | Eagle3Network, model) -> None:
         self.config, self.layer = network.config, network.config.layer
+        self.is_first = isinstance(network, EagleNetwork)
         self.weights = {name: tensor.double() for name, tensor in network.state_dict().items()}
         target = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
         self.embedding, self.head = (
@@ -80,7 +91,7 @@ class Literal:
     def inputs(self, state, token):
         """What the residual stream starts from, and what attention reads."""
         embedded = self.embedding[token]
-        if self.config.version == 1:
+        if self.is_first:
             z = self.project(torch.cat((embedded, state)), "fc")
             return z, z
         norms = self.norm(embedded, "midlayer.input_layernorm"), self.norm(state, "midlayer.hidden_norm")
@@ -88,7 +99,7 @@ class Literal:
 
     def state_after(self, pairs):
         """The state that follows the last pair, which sees all of them."""
-        name = "layers.0" if self.config.version == 1 else "midlayer"
+        name = "layers.0" if self.is_first else "midlayer"
         dim = self.layer.head_dim
 
         def heads(pair, which):
@@ -106,11 +117,11 @@ class Literal:
         a = self.norm(x, f"{name}.post_attention_layernorm")
         gate, up = self.project(a, f"{name}.mlp.gate_proj"), self.project(a, f"{name}.mlp.up_proj")
         x = x + self.project(gate * gate.sigmoid() * up, f"{name}.mlp.down_proj")
-        return self.norm(x, "norm") if self.config.norm_output else x
+        return self.norm(x, "norm") if not self.is_first and self.config.norm_output else x
 
     def logits(self, state):
         """Logits over the target's vocabulary, -inf for tokens that the network cannot propose."""
-        if self.config.version == 1:
+        if self.is_first:
             return self.head @ state
         logits = torch.full((self.config.vocab_size,), -torch.inf, dtype=torch.float64)
         own = self.head @ (state if self.config.norm_output else self.norm(state, "norm"))
@@ -136,7 +147,7 @@ class Literal:
         states = model.model(text[None]).last_hidden_state
         for handle in handles:
             handle.remove()
-        if self.config.version == 1:
+        if self.is_first:
             features = states[0].double()
         else:
             taps = [outputs[layer] for layer in self.config.tap_layers]

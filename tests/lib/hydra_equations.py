@@ -1,18 +1,16 @@
 """Hydra's equations as the paper writes them, a position at a time: no batch, no cache, none of specdec's networks."""
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from lib.families import HIDDEN_SIZE, VOCAB_SIZE
+from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
 from specdec.models.networks.layer import DraftLayerConfig
 
-LAYER = DraftLayerConfig(
-    hidden_size=HIDDEN_SIZE, intermediate_size=48, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
-    max_position_embeddings=256,
-)  # fmt: skip
+LAYER = replace(DraftLayerConfig.like(build_model("llama").config), intermediate_size=48)
 CONFIGS = {
     "hydra": HydraConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads=3),
     "hydra++": HydraConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads=3, num_layers=3, dropout=0.2, prefix=LAYER),

@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 
-from specdec.drafting.candidates import TopK
 from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
 from specdec.trees.shape import TreeShape
 
@@ -27,9 +26,10 @@ SHAPES = {
 each_variant = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 
 
-def make_network(model, generator, **settings):
+def make_network(model, generator=None, **settings):
     """A network with three masks in which every weight matters."""
     network = ParallelSpecNetwork(ParallelSpecConfig.for_target(model.config, **{"num_masks": 3, **settings}))
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             noise = 0.2 * torch.randn(parameter.shape, generator=generator)
@@ -98,14 +98,3 @@ class Equations:
             x = x + self.weights["layer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
             states.append(self.normalise(x, "norm") if self.config.variant == "medusa" else x)
         return torch.stack(states)
-
-
-class Recording:
-    """Top-k that keeps the logits it was asked about."""
-
-    def __init__(self):
-        self.logits = []
-
-    def __call__(self, logits, num_ranks):
-        self.logits.append(logits)
-        return TopK()(logits, num_ranks)

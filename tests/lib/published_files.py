@@ -1,18 +1,23 @@
 """The files of other people, made up: names and shapes as their authors have them, at a small width."""
 
+import json
+
 import torch
 
 from lib.drafter_checks import propose
-from lib.eagle_checks import DRAFT_TOKENS, Literal
+from lib.eagle_checks import DRAFT_TOKENS, Literal, drafter_of
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, random_prompts
 from lib.hydra_equations import LAYER, random_network
-from specdec.drafters.eagle import Eagle
 from specdec.models.networks.hydra import HydraConfig
 from specdec.trees.shape import TreeShape
 
 DRAFT_VOCAB = len(DRAFT_TOKENS)
 
 WIDTH, HEADS, KV_HEADS, MLP = HIDDEN_SIZE, 8, 2, 96
+_PLAIN = """{
+    "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 256, "model_type": "llama",
+    "num_hidden_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-06, "torch_dtype": "float16"
+}"""
 
 
 def eagle_file(*, bias=True, config_bias=None, qkv_bias=False, dtype=torch.float32, **changes):
@@ -49,10 +54,12 @@ def eagle3_file(*, dtype=torch.float16, draft_vocab=DRAFT_VOCAB, **changes):
 def layer_shapes(prefix, width):
     kv_size = KV_HEADS * WIDTH // HEADS
     shapes = {
-        "self_attn.q_proj": (WIDTH, width), "self_attn.k_proj": (kv_size, width), "self_attn.v_proj": (kv_size, width),
-        "self_attn.o_proj": (WIDTH, WIDTH), "mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH),
-        "mlp.down_proj": (WIDTH, MLP), "post_attention_layernorm": (WIDTH,),
-    }  # fmt: skip
+        **{f"self_attn.{name}_proj": (size, width) for name, size in (("q", WIDTH), ("k", kv_size), ("v", kv_size))},
+        "self_attn.o_proj": (WIDTH, WIDTH),
+        **{f"mlp.{name}_proj": (MLP, WIDTH) for name in ("gate", "up")},
+        "mlp.down_proj": (WIDTH, MLP),
+        "post_attention_layernorm": (WIDTH,),
+    }
     return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
 
 
@@ -66,20 +73,17 @@ def fill(shapes, dtype):
 
 def file_config(**changes):
     """The authors' `config.json`: fields of a LLaMA with one layer."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": WIDTH, "intermediate_size": MLP,
-        "max_position_embeddings": 256, "model_type": "llama", "num_attention_heads": HEADS, "num_hidden_layers": 1,
-        "num_key_value_heads": KV_HEADS, "pad_token_id": 0, "rms_norm_eps": 1e-06, "torch_dtype": "float16",
-        "vocab_size": VOCAB_SIZE, **changes,
-    }  # fmt: skip
+    sizes = {"hidden_size": WIDTH, "intermediate_size": MLP, "vocab_size": VOCAB_SIZE}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = {**json.loads(_PLAIN), **sizes, **heads, **changes}
     return {name: value for name, value in config.items() if value is not None}
 
 
-def check_drafts(network, model, generator, tap_layers=None):
+def check_drafts(network, model, generator, **settings):
     """What a network drafts is what its equations give."""
     shape = TreeShape.from_k_config((2, 2))
     (text,) = random_prompts(generator, [4])
-    drafter = Eagle(network, shape, tap_layers=tap_layers)
+    drafter = drafter_of(network, shape, **settings)
     tree = propose(drafter, model, text, 5)
     literal = Literal(network, model)
     literal.config = drafter.saved_config
@@ -151,9 +155,5 @@ def falcon_file(model, width=HIDDEN_SIZE):
     }
     generator = torch.Generator().manual_seed(3)
     tensors = {name: 0.2 * torch.randn(size, generator=generator) for name, size in sizes.items()}
-    config = {
-        "architectures": ["LlamaForCausalLM"], "k_mask": 3, "hidden_size": width, "intermediate_size": 96,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCAB_SIZE,
-        "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "max_position_embeddings": 256,
-    }  # fmt: skip
+    config = file_config(hidden_size=width, k_mask=3, rms_norm_eps=1e-5, rope_theta=1000000.0)
     return tensors, config

@@ -29,12 +29,11 @@ class Scripted(Drafter):
         self.template = TreeTemplate(self.shape, target.device)
 
     def start(self, prompt, output):
-        self.prompt_lengths = prompt.lengths.tolist()
+        self.num_done = torch.zeros_like(prompt.lengths)  # emitted tokens before the root
 
-    def draft(self, root, lengths, choose):
+    def draft(self, root, choose):
         tokens = []
-        for row, length in enumerate(lengths.tolist()):
-            done = length - self.prompt_lengths[row]  # emitted tokens before the root
+        for row, done in enumerate(self.num_done.tolist()):
             assert self.expected[row][done] == int(root[row])
             tokens.append([int(root[row])])
             for node in range(1, self.shape.num_nodes):
@@ -50,7 +49,7 @@ class Scripted(Drafter):
         return DraftTree(tokens, template.parent, template.depth, template.ancestors, reach, self.shape.max_depth)
 
     def commit(self, verdict, output):
-        pass
+        self.num_done += verdict.num_emitted
 
 
 def oracle(shape: TreeShape, expected: list[list[int]], vocab_size: int) -> Scripted:

@@ -232,9 +232,9 @@ class _Forgetful(PromptLookup):
 class _Counts(PromptLookup):
     num_drafts = 0
 
-    def draft(self, root, lengths, choose):
+    def draft(self, root, choose):
         self.num_drafts += 1
-        return super().draft(root, lengths, choose)
+        return super().draft(root, choose)
 
 
 @pytest.mark.parametrize("drafter", [_Forgetful, _Counts])

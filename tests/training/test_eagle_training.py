@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from lib.drafter_checks import propose
-from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, random_network, record_logits
+from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, drafter_of, random_network, record_logits
 from lib.families import build_model, random_prompts
 from lib.objectives import read_by
-from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
 from specdec.drafting.candidates import Candidates
 from specdec.models.target.target import Target
 from specdec.training.objectives.eagle import EagleObjective, most_frequent_tokens
@@ -48,7 +48,7 @@ def test_training_computes_what_drafting_computes(version, switches, generator):
         root = last_pair + 1
         wanted = iter(text[root + 1 :].tolist())
         steps.clear()
-        drafter = Eagle(objective.network, TreeShape.chain(len(trained)))
+        drafter = drafter_of(objective.network, TreeShape.chain(len(trained)))
 
         def follow_text(*_, wanted=wanted):
             return Candidates(torch.tensor([[[next(wanted)]]]))
@@ -180,7 +180,7 @@ def test_new_networks():
     assert whole.network.fc.in_features == 128
     assert (first.recipe.clip_value, first.recipe.learning_rate) == (0.5, 3e-5)
     assert (third.recipe.clip_value, third.recipe.clip_norm, third.recipe.learning_rate) == (None, 0.5, 5e-5)
-    assert isinstance(third.drafter(TreeShape.chain(2)), Eagle)
+    assert isinstance(third.drafter(TreeShape.chain(2)), Eagle3)
 
 
 def test_the_draft_vocabulary_is_what_occurs_most():

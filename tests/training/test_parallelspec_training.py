@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lib.drafter_checks import propose
+from lib.drafter_checks import Recording, propose
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from lib.objectives import read_by
-from lib.parallelspec_equations import VARIANTS, Equations, Recording, each_variant, make_network
+from lib.parallelspec_equations import VARIANTS, Equations, each_variant, make_network
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
 from specdec.training.objectives.eagle import EagleObjective

@@ -18,11 +18,15 @@ import torch.nn.functional as F
 
 from specdec.common.checks import check_at_least
 from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork
+from specdec.models.networks.eagle3 import Eagle3Config, Eagle3Network
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
 from specdec.training.objectives.recipe import Recipe, check_decay
+from specdec.trees.dynamic import DynamicTree
+from specdec.trees.shape import TreeShape
 
 __all__ = ["EAGLE_RECIPES", "EagleObjective", "most_frequent_tokens"]
 
@@ -53,11 +57,11 @@ class EagleObjective(Objective):
 
     drafter_class = Eagle
     recipe = EAGLE_RECIPES[1]
-    network: EagleNetwork
+    network: EagleNetwork | Eagle3Network
 
     def __init__(
         self,
-        network: EagleNetwork,
+        network: EagleNetwork | Eagle3Network,
         target: Target,
         *,
         noise: float = 0.1,
@@ -69,12 +73,13 @@ class EagleObjective(Objective):
         check_at_least(0, {"noise": noise, "classification_weight": classification_weight})
         check_at_least(1, {"num_unrolled": num_unrolled})
         check_decay(decay)
-        self.recipe = EAGLE_RECIPES[network.config.version]
+        self.version = 3 if isinstance(network, Eagle3Network) else 1
+        self.recipe = EAGLE_RECIPES[self.version]
         self.noise = noise
         self.classification_weight = classification_weight
         self.num_unrolled = num_unrolled
         self.decay = decay
-        refuse_unread(self, _UNREAD[network.config.version], f"version {network.config.version}")
+        refuse_unread(self, _UNREAD[self.version], f"version {self.version}")
 
     @classmethod
     def new_network(
@@ -83,8 +88,9 @@ class EagleObjective(Objective):
         *,
         draft_tokens: Sequence[int] | torch.Tensor | None = None,
         start_from_target: bool = True,
+        version: int = 1,
         **settings: Any,
-    ) -> EagleNetwork:
+    ) -> EagleNetwork | Eagle3Network:
         """A network whose layer is sized like the target's.
 
         Args:
@@ -92,7 +98,8 @@ class EagleObjective(Objective):
             draft_tokens: version 3: the target's ids of the tokens that it may propose, in any order; needed when
                 `draft_vocab_size` is less than the target's vocabulary. `most_frequent_tokens` makes them.
             start_from_target: version 3: begin with the target's LM head, and embedding if the network has its own.
-            settings: as `EagleConfig.for_target` takes them: `version`, `tap_layers`, `draft_vocab_size`, ...
+            version: 1 for EAGLE-1 and EAGLE-2, or 3.
+            settings: as `EagleConfig.for_target` or `Eagle3Config.for_target` takes them: `tap_layers`, ...
 
         Raises:
             TypeError: a setting that this kind does not have.
@@ -100,16 +107,16 @@ class EagleObjective(Objective):
         """
         if draft_tokens is not None:
             settings.setdefault("draft_vocab_size", len(draft_tokens))
-        network = EagleNetwork(EagleConfig.for_target(target.model.config, **settings))
+        network = _new_network(target, version, settings)
         network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
-        if draft_tokens is not None:
+        if isinstance(network, Eagle3Network) and draft_tokens is not None:
             network.set_draft_vocabulary(torch.as_tensor(draft_tokens))
-        elif network.has_own_vocabulary:
+        elif isinstance(network, Eagle3Network) and network.has_own_vocabulary:
             raise ValueError(
                 f"draft_tokens: expected the ids of {network.config.num_draft_tokens} tokens with a draft vocabulary, "
                 "got None; specdec.training.objectives.eagle.most_frequent_tokens makes them from token counts"
             )
-        if network.config.version == 3 and start_from_target:
+        if isinstance(network, Eagle3Network) and start_from_target:
             model = target.model
             network.start_from(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
         return network
@@ -117,18 +124,25 @@ class EagleObjective(Objective):
     @property
     def tap_layers(self) -> tuple[int, ...]:
         """Decoder layers whose outputs the loss needs: version 3's."""
-        return self.network.config.tap_layers or ()
+        return getattr(self.network.config, "tap_layers", None) or ()
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embedding of [..] tokens, the target's or the network's own: [.., C]."""
-        own = self.network.embed_tokens
+        own = getattr(self.network, "embed_tokens", None)
         return super().embed(tokens) if own is None else own(tokens)
+
+    def drafter(self, shape: TreeShape | DynamicTree | None = None) -> Eagle:
+        """As `Objective`."""
+        network = self.network
+        if isinstance(network, Eagle3Network):
+            return Eagle3(network, Eagle3.default_tree(network.config) if shape is None else shape)
+        return Eagle(network, Eagle.default_tree(network.config) if shape is None else shape)
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, and its parts: `"regression"` and `"classification"`, or `"depth_1"`, `"depth_2"`, ..."""
         if batch.tokens.shape[1] < 3:  # no token to guess; zero, with a gradient that distributed training can reduce
             return {"loss": 0.0 * self.network.fc.weight.sum()}
-        return self._regression_loss(batch) if self.network.config.version == 1 else self._unrolled_loss(batch)
+        return self._regression_loss(batch) if self.version == 1 else self._unrolled_loss(batch)
 
     def _regression_loss(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         network = self.network
@@ -149,7 +163,9 @@ class EagleObjective(Objective):
         return {"loss": loss, "regression": regression, "classification": classification}
 
     def _unrolled_loss(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
-        network, target_ids = self.network, self.network.target_ids
+        network = self.network
+        assert isinstance(network, Eagle3Network)
+        target_ids = network.target_ids
         states = network.read(torch.cat([tap[:, :-2] for tap in batch.taps], -1).to(network.fc.weight.dtype))
         num_tokens, attend = batch.tokens.shape[1], _UnrolledAttention()
         loss, parts = states.new_zeros((), dtype=torch.float32), {}
@@ -169,6 +185,17 @@ class EagleObjective(Objective):
             parts[f"depth_{step + 1}"] = cross_entropy
             loss = loss + self.decay**step * cross_entropy
         return {"loss": loss, **parts}
+
+
+def _new_network(target: Target, version: int, settings: dict[str, Any]) -> EagleNetwork | Eagle3Network:
+    """A network of this version, sized for a target."""
+    if version == 3:
+        return Eagle3Network(Eagle3Config.for_target(target.model.config, **settings))
+    if version != 1:
+        raise ValueError(f"version: expected 1 (EAGLE-1 and EAGLE-2) or 3, got {version!r}")
+    if settings.keys() & {"tap_layers", "draft_vocab_size"}:
+        raise ValueError("version: expected 3 with tap_layers or a draft vocabulary, got 1")
+    return EagleNetwork(EagleConfig.for_target(target.model.config, **settings))
 
 
 def most_frequent_tokens(counts: torch.Tensor, size: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import specdec
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from lib.published_files import DRAFT_VOCAB, check_drafts, eagle3_file, eagle_file, falcon_file, fill
 from specdec.drafting.folder import embeds_like
-from specdec.models.networks.eagle import EagleNetwork
+from specdec.models.published import eagle
 from specdec.models.target.target import Target
 
 EMBEDDING = "embed_tokens.weight"
@@ -92,8 +92,8 @@ def write(folder, tensors, config):
 @pytest.mark.parametrize(("make", "switches"), LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_loads_and_computes_what_its_equations_say(make, switches, target, generator):
     tensors, config = make()
-    assert EagleNetwork.recognises(set(tensors), config)
-    network = EagleNetwork.from_published(tensors, config)
+    assert eagle.recognises(set(tensors), config)
+    network = eagle.read(tensors, config)
     expected = {"norm_before_residual": False, "norm_output": False, "feature_norm": None, **switches}
     assert {name: getattr(network.config, name) for name in expected} == expected
     assert network.config.tap_layers == TAPS
@@ -132,13 +132,13 @@ def test_missing_and_extra_and_misshapen_tensors_are_named(make):
         # what follows from other tensors, what tells the layout, and a switch that the configuration leaves open
         if plain not in ("t2d", EMBEDDING, "midlayer.hidden_norm.weight"):
             with pytest.raises(ValueError, match=rf"missing tensors \[.*'{plain}'"):
-                EagleNetwork.from_published(lacking, config)
+                eagle.read(lacking, config)
         if plain != "t2d":
             with pytest.raises(ValueError, match=rf"^({plain}: expected|d2t: expected offsets)"):
-                EagleNetwork.from_published({**tensors, name: torch.cat((tensor, tensor))}, config)
+                eagle.read({**tensors, name: torch.cat((tensor, tensor))}, config)
     for extra in ("midlayer.self_attn.q_norm.weight", "fc.bias", "layers.1.mlp.up_proj.weight"):
         with pytest.raises(ValueError, match=rf"unexpected tensors \['{extra}'\]"):
-            EagleNetwork.from_published({**tensors, extra: torch.zeros(1)}, config)
+            eagle.read({**tensors, extra: torch.zeros(1)}, config)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_missing_and_extra_and_misshapen_tensors_are_named(make):
 )
 def test_layer_ids(fields, expected):
     tensors, config = eagle3_file(**fields)
-    assert EagleNetwork.from_published(tensors, config).config.tap_layers == expected
-    assert EagleNetwork.from_published(tensors, config, tap_layers=[3, 2, 1]).config.tap_layers == (3, 2, 1)
+    assert eagle.read(tensors, config).config.tap_layers == expected
+    assert eagle.read(tensors, config, tap_layers=[3, 2, 1]).config.tap_layers == (3, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -176,19 +176,19 @@ def test_layer_ids(fields, expected):
 def test_layer_ids_that_can_be_read_in_two_ways_are_named(fields, match):
     tensors, config = eagle3_file(**fields)
     with pytest.raises(ValueError, match=match):
-        EagleNetwork.from_published(tensors, config)
-    assert EagleNetwork.from_published(tensors, config, tap_layers=(1, 15, 28)).config.tap_layers == (1, 15, 28)
+        eagle.read(tensors, config)
+    assert eagle.read(tensors, config, tap_layers=(1, 15, 28)).config.tap_layers == (1, 15, 28)
 
 
 def test_the_number_of_taps_is_that_of_the_projection():
     tensors, config = eagle3_file()
     tensors["fc.weight"] = torch.zeros(HIDDEN_SIZE, 2 * HIDDEN_SIZE)
     with pytest.raises(ValueError, match=r"^tap_layers: expected the setting with 2 layers"):
-        EagleNetwork.from_published(tensors, config)
+        eagle.read(tensors, config)
     with pytest.raises(ValueError, match=r"^tap_layers: expected 2 layers for this network, got \(0, 1, 2\)"):
-        EagleNetwork.from_published(tensors, config, tap_layers=(0, 1, 2))
-    assert EagleNetwork.from_published(tensors, {**config, IDS: [2, 4]}).config.tap_layers == (1, 3)
-    network = EagleNetwork.from_published(tensors, config, tap_layers=(0, 2))
+        eagle.read(tensors, config, tap_layers=(0, 1, 2))
+    assert eagle.read(tensors, {**config, IDS: [2, 4]}).config.tap_layers == (1, 3)
+    network = eagle.read(tensors, config, tap_layers=(0, 2))
     assert network.fc.in_features == network.config.feature_size == 2 * HIDDEN_SIZE
 
 
@@ -209,31 +209,31 @@ def test_the_number_of_taps_is_that_of_the_projection():
 )
 def test_fields_that_ask_for_other_arithmetic_are_refused(fields, match):
     with pytest.raises(NotImplementedError, match=match):
-        EagleNetwork.from_published(*eagle3_file(**fields))
+        eagle.read(*eagle3_file(**fields))
 
 
 def test_switches_that_files_leave_open():
     with pytest.raises(ValueError, match=r"^norm_before_residual: expected true or false in the config.json of a spec"):
-        EagleNetwork.from_published(*speculators_file(norm_before_residual=None))
-    assert EagleNetwork.from_published(*eagle3_file(norm_before_residual=True)).config.norm_before_residual
+        eagle.read(*speculators_file(norm_before_residual=None))
+    assert eagle.read(*eagle3_file(norm_before_residual=True)).config.norm_before_residual
     for make, name, norm in ((specforge_file, "fc_norm", "each"), (joined_file, "norm_before_fc", "joined")):
         tensors, config = make()
-        assert EagleNetwork.from_published(tensors, {**config, name: None}).config.feature_norm == norm
+        assert eagle.read(tensors, {**config, name: None}).config.feature_norm == norm
         with pytest.raises(ValueError, match=r"unexpected tensors \['(fc_norm.0|input_norm).weight'"):
-            EagleNetwork.from_published(tensors, {**config, name: False})
+            eagle.read(tensors, {**config, name: False})
 
 
 def test_the_table_of_the_targets_tokens_follows_from_that_of_the_drafts():
     tensors, config = eagle3_file()
     t2d = tensors.pop("t2d")
-    network = EagleNetwork.from_published({**tensors, "d2t": tensors["d2t"].int()}, config)
+    network = eagle.read({**tensors, "d2t": tensors["d2t"].int()}, config)
     assert torch.equal(network.t2d, t2d)
     assert network.d2t.dtype == torch.int64
     backwards = (network.target_ids.flip(0) - torch.arange(DRAFT_VOCAB)).clone()
-    assert torch.equal(EagleNetwork.from_published({**tensors, "d2t": backwards}, config).t2d, t2d)
+    assert torch.equal(eagle.read({**tensors, "d2t": backwards}, config).t2d, t2d)
     for wrong in (tensors["d2t"] + VOCAB_SIZE, network.target_ids, -torch.arange(DRAFT_VOCAB)):
         with pytest.raises(ValueError, match=r"^d2t: expected offsets that lead to distinct tokens below 96, got"):
-            EagleNetwork.from_published({**tensors, "d2t": wrong}, config)
+            eagle.read({**tensors, "d2t": wrong}, config)
 
 
 @torch.no_grad()
@@ -241,11 +241,11 @@ def test_without_an_lm_head_the_targets_speaks(target, generator):
     tensors, config = eagle3_file(dtype=torch.float32, draft_vocab=VOCAB_SIZE, **{IDS: [2, 2, 3]})
     tensors.pop("lm_head.weight")
     for size in (VOCAB_SIZE, None):
-        network = EagleNetwork.from_published(tensors, {**config, "draft_vocab_size": size})
+        network = eagle.read(tensors, {**config, "draft_vocab_size": size})
         assert network.config.shares_lm_head
         check_drafts(network, target.model, generator)
     with pytest.raises(NotImplementedError, match=r"^tie_word_embeddings: expected False in a file without lm_head"):
-        EagleNetwork.from_published(tensors, {**config, "tie_word_embeddings": True})
+        eagle.read(tensors, {**config, "tie_word_embeddings": True})
 
 
 def test_rope_theta_is_a_setting_of_published_files(target, tmp_path):
@@ -260,7 +260,7 @@ def test_rope_theta_is_a_setting_of_published_files(target, tmp_path):
     with pytest.raises(ValueError, match="rope_theta: expected more than 0, got -1"):
         specdec.load_drafter(folder, target, rope_theta=-1)
     assert specdec.load_drafter(folder, target, tap_layers=(0, 2, 1)).tap_layers == (0, 2, 1)
-    assert EagleNetwork.from_published(*eagle_file(), rope_theta=7e4).config.layer.rope_parameters["rope_theta"] == 7e4
+    assert eagle.read(*eagle_file(), rope_theta=7e4).config.layer.rope_parameters["rope_theta"] == 7e4
 
 
 # Embeddings

@@ -10,7 +10,7 @@ from lib.families import build_model, random_prompts
 from lib.hydra_equations import LAYER, literal_tokens
 from lib.published_files import hydra_file, network_as_published, published_names
 from specdec.drafters.hydra import Hydra
-from specdec.models.networks.hydra import HydraNetwork
+from specdec.models.published import hydra
 from specdec.trees.shape import TreeShape
 
 PUBLISHED = {"hydra_num_heads": 3, "hydra_num_layers": 4, "hydra_head_arch": "prefix-mlp", "grounded_heads": True}
@@ -38,8 +38,8 @@ def test_published_files_load(num_layers, prefix, tmp_path, generator):
     tensors = torch.load(tmp_path / "hydra_lm_head.pt", weights_only=True)
     # the numbers in their config are not to be trusted
     config = {**PUBLISHED, "hydra_head_arch": "prefix-mlp" if prefix else "mlp", "hydra_num_layers": 1}
-    assert HydraNetwork.recognises(set(tensors), {})
-    loaded = HydraNetwork.from_published(tensors, config)
+    assert hydra.recognises(set(tensors), {})
+    loaded = hydra.read(tensors, config)
     like_ours = None if prefix is None else replace(LAYER, max_position_embeddings=2048)
     assert loaded.config == replace(network.config, prefix=like_ours)
     model, text = build_model("llama"), random_prompts(generator, [6])[0]
@@ -48,7 +48,7 @@ def test_published_files_load(num_layers, prefix, tmp_path, generator):
 
 
 def test_files_keep_their_dtype_and_need_no_config():
-    loaded = HydraNetwork.from_published(hydra_file(network_as_published(4), torch.bfloat16), {})
+    loaded = hydra.read(hydra_file(network_as_published(4), torch.bfloat16), {})
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
     assert loaded.config.shared_tail
 
@@ -56,7 +56,7 @@ def test_files_keep_their_dtype_and_need_no_config():
 def test_tail_blocks_that_differ_stay_apart():
     tensors = hydra_file(network_as_published(3))
     tensors["hydra_mlp.1.5.linear.bias"] = tensors["hydra_mlp.1.5.linear.bias"] + 1
-    loaded = HydraNetwork.from_published(tensors, {})
+    loaded = hydra.read(tensors, {})
     assert not loaded.config.shared_tail
     assert torch.equal(loaded.heads[1].blocks[2].linear.bias, loaded.heads[1].blocks[1].linear.bias + 1)
 
@@ -66,7 +66,7 @@ def test_a_missing_tensor_is_named(name):
     tensors = hydra_file(network_as_published(4))
     del tensors[name]
     with pytest.raises(ValueError, match=rf"missing tensors \['{name}'\]"):
-        HydraNetwork.from_published(tensors, PUBLISHED)
+        hydra.read(tensors, PUBLISHED)
 
 
 @pytest.mark.parametrize("name", sorted(published_names(network_as_published(2))))
@@ -74,7 +74,7 @@ def test_a_misshapen_tensor_is_named(name):
     tensors = hydra_file(network_as_published(2))
     tensors[name] = torch.zeros(3, *tensors[name].shape)
     with pytest.raises(ValueError, match=f"{name}: expected"):
-        HydraNetwork.from_published(tensors, PUBLISHED | {"hydra_num_layers": 2})
+        hydra.read(tensors, PUBLISHED | {"hydra_num_layers": 2})
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_a_misshapen_tensor_is_named(name):
 )
 def test_files_of_another_kind_are_refused(changes, config, error, match):
     with pytest.raises(error, match=match):
-        HydraNetwork.from_published(hydra_file(network_as_published(4)) | changes, PUBLISHED | config)
+        hydra.read(hydra_file(network_as_published(4)) | changes, PUBLISHED | config)
 
 
 def test_heads_of_the_prefix_layer_are_vicunas_where_the_file_does_not_say():
     tensors = hydra_file(network_as_published(4))
     del tensors["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"]
     with pytest.raises(ValueError, match="q_proj.weight: expected rows for heads of 128, got 64"):
-        HydraNetwork.from_published(tensors, PUBLISHED)
+        hydra.read(tensors, PUBLISHED)
     with pytest.raises(ValueError, match=r"expected tensors named 'hydra_mlp.0.0.linear.weight', ..., got none"):
-        HydraNetwork.from_published({}, {})
+        hydra.read({}, {})

@@ -12,6 +12,7 @@ from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from lib.published_files import falcon_file, hydra_file, network_as_published
 from specdec.drafters.medusa import Medusa
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
+from specdec.models.published import medusa
 from specdec.models.published.files import TensorFiles
 from specdec.models.target.target import Target
 
@@ -37,7 +38,7 @@ def same_state(one, other):
 def test_heads_compute_the_papers_equation(heads, generator):
     hidden = torch.randn(5, HIDDEN_SIZE, generator=generator)
     logits = heads(hidden)
-    tensors = heads.to_published()
+    tensors = medusa.tensors_of(heads)
     for head in range(3):
         state = hidden
         for layer in range(2):
@@ -51,7 +52,7 @@ def test_heads_compute_the_papers_equation(heads, generator):
 
 @pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors", "old_pickle.pt"])
 def test_the_authors_file_loads_whatever_its_config_says(heads, target, tmp_path, name):
-    tensors = heads.to_published()
+    tensors = medusa.tensors_of(heads)
     if name.endswith(".pt"):
         torch.save(tensors, tmp_path / name, _use_new_zipfile_serialization=name != "old_pickle.pt")
     else:
@@ -65,14 +66,14 @@ def test_the_authors_file_loads_whatever_its_config_says(heads, target, tmp_path
 
 def test_five_published_heads_get_the_authors_tree(target, tmp_path):
     heads = MedusaHeads(MedusaConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads=5))
-    torch.save(heads.to_published(), tmp_path / "medusa_lm_head.pt")
+    torch.save(medusa.tensors_of(heads), tmp_path / "medusa_lm_head.pt")
     assert specdec.load_drafter(tmp_path, target).shape == specdec.TreeShape.preset("medusa/mc_sim_7b_63")
 
 
 def test_of_a_medusa_2_model_only_the_heads_are_read(heads, target, tmp_path, monkeypatch):
     target.model.save_pretrained(tmp_path, max_shard_size="100KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    tensors = {f"medusa_head.{name}": tensor for name, tensor in heads.to_published().items()}
+    tensors = {f"medusa_head.{name}": tensor for name, tensor in medusa.tensors_of(heads).items()}
     save_file(tensors, tmp_path / "heads-shard.safetensors")
     index["weight_map"] |= dict.fromkeys(tensors, "heads-shard.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -89,7 +90,7 @@ def test_of_a_medusa_2_model_only_the_heads_are_read(heads, target, tmp_path, mo
 
 
 def test_heads_of_version_2_share_the_targets_lm_head(heads, target, tmp_path, generator):
-    tensors = {name: tensor for name, tensor in heads.to_published().items() if "linear" in name}
+    tensors = {name: tensor for name, tensor in medusa.tensors_of(heads).items() if "linear" in name}
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(ValueError, match="missing the LM heads"):
         specdec.load_drafter(tmp_path, target)
@@ -169,7 +170,7 @@ def test_the_hub_is_asked_for_pickles_only_where_there_is_nothing_else(heads, ta
     def snapshot_download(name, *, allow_patterns, ignore_patterns):
         asked.append(allow_patterns)
         if "*.pt" in allow_patterns:
-            torch.save(heads.to_published(), tmp_path / "medusa_lm_head.pt")
+            torch.save(medusa.tensors_of(heads), tmp_path / "medusa_lm_head.pt")
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
