@@ -12,7 +12,6 @@ from specdec.drafting.candidates import Candidates
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.tree_expand import tree_expand
 from specdec.trees.shape import TreeShape
-from specdec.trees.traversal import TraversalTables
 
 __all__ = ["DraftTree", "TreeTemplate"]
 
@@ -32,8 +31,6 @@ class DraftTree:
         max_depth: largest depth that any step of this drafter can have.
         laws: [B, M, V] logits of the laws that the tokens were drawn from; None if they were not drawn.
         law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
-        shape: the topology on the host, if it is the same for all rows and steps.
-        traversal: the topology as traversal verification needs it, under the same condition.
     """
 
     tokens: torch.Tensor
@@ -44,8 +41,6 @@ class DraftTree:
     max_depth: int
     laws: torch.Tensor | None = None
     law_row: torch.Tensor | None = None
-    shape: TreeShape | None = None
-    traversal: TraversalTables | None = None
 
 
 class TreeTemplate:
@@ -96,7 +91,6 @@ class TreeTemplate:
         self.parent = table(parent)[None]
         self.depth = self.node_depth[None]
         self.ancestors = table(shape.ancestor_words)[None]
-        self.traversal = TraversalTables.of(shape, device)
 
     def expand(self, candidates: Candidates, root: torch.Tensor) -> DraftTree:
         """Fill the tree.
@@ -116,8 +110,6 @@ class TreeTemplate:
             max_depth=self.shape.max_depth,
             laws=candidates.laws,
             law_row=None if candidates.laws is None else self.law_row,
-            shape=self.shape,
-            traversal=self.traversal,
         )
 
     def expand_chain(self, continuation: torch.Tensor, num_tokens: torch.Tensor, root: torch.Tensor) -> DraftTree:

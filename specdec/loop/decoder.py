@@ -86,6 +86,7 @@ class Decoder:
                 f"got {self.drafter.shape.max_depth}"
             )
         self.drafter.bind(self.target)
+        self._rule = self.acceptance.prepared(self.drafter.shape, self.target.device)
         if capture is True:
             on_gpu = self.target.device.type == "cuda" and self.backend == "triton" and self.target.sharding is None
             capture = CudaGraphs(self.target.device) if on_gpu else False
@@ -250,7 +251,7 @@ class Decoder:
     ) -> Generation:
         """A generation that has not begun; `host_reads` says whether `on_step` reads logits."""
         needs_logits = host_reads or self.acceptance.needs_logits or not processing.is_idle
-        return Generation(self.target, drafter, self.acceptance, state, stops, processing, timer, needs_logits)
+        return Generation(self.target, drafter, self._rule, state, stops, processing, timer, needs_logits)
 
     def _find_captured(
         self,

@@ -5,7 +5,7 @@ only whether its tokens were drawn from laws that it knows.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -110,6 +110,10 @@ class AcceptanceRule(ABC):
         if objection is not None:
             raise ValueError(objection)
 
+    def prepared(self, shape: TreeShape | DynamicTree, device: torch.device) -> "AcceptanceRule":
+        """The rule with what it needs of the drafter's tree on the device, which no step must copy there."""
+        return self
+
     def first(self, scores: Scores, uniforms: Uniforms) -> torch.Tensor:
         """The first emitted token [B] int32, from the target's scores at the end of the prompt, one place."""
         if not self.samples:
@@ -200,8 +204,12 @@ class Traversal(AcceptanceRule):
     """Judge whole drafted sequences from the leaves up; never accepts less than `Rejection` on a chain. Lossless.
 
     On a chain it is block verification.
+
+    Attributes:
+        tables: the tree as the op takes it; `prepared` makes them.
     """
 
+    tables: TraversalTables | None = field(default=None, compare=False, repr=False)
     name: ClassVar[str] = "traversal"
     draws_drafts: ClassVar[bool] = True
 
@@ -221,12 +229,16 @@ class Traversal(AcceptanceRule):
         """Draw from the drafter's law, without replacement."""
         return Sampled(law, replacement=False, uniforms=uniforms)
 
+    def prepared(self, shape: TreeShape | DynamicTree, device: torch.device) -> "Traversal":
+        """As `AcceptanceRule.prepared`."""
+        assert isinstance(shape, TreeShape)  # `objection` refuses trees that grow
+        return replace(self, tables=TraversalTables.of(shape, device))
+
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Traversal verification."""
         laws, law_row = _laws(tree)
-        if tree.shape is None:
-            raise ValueError(f"acceptance: {self.name} needs a tree of the same shape for all rows")
-        tables = TraversalTables.of(tree.shape, tree.tokens.device) if tree.traversal is None else tree.traversal
+        if self.tables is None:
+            raise ValueError(f"acceptance: {self.name} needs a tree of the same shape for all rows; see `prepared`")
         return accept_traversal(
             tree.tokens,
             tree.parent,
@@ -235,8 +247,8 @@ class Traversal(AcceptanceRule):
             law_row,
             uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
             uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
-            tables.order,
-            tables.steps,
+            self.tables.order,
+            self.tables.steps,
             max_depth=tree.max_depth,
             **limits.arguments(),
         )
