@@ -255,7 +255,7 @@ def _empty_tree(root: torch.Tensor, num_nodes: int) -> RerankedTree:
         parent=root.new_empty(batch, num_nodes),
         depth=root.new_empty(batch, num_nodes),
         ancestors=root.new_empty(batch, num_nodes, (num_nodes + 31) // 32),
-        reach=root.new_empty(batch),
+        deepest=root.new_empty(batch),
         index=root.new_empty(batch, num_nodes),
     )
 
@@ -364,7 +364,7 @@ def tree_rerank(
         return reference.tree_rerank(tokens, logps, parent, root, num_nodes=num_nodes, max_depth=max_depth)
 
     tree = _empty_tree(root, num_nodes)
-    outputs = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.reach, tree.index
+    outputs = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.deepest, tree.index
     strides = *tokens.stride()[:2], *logps.stride()[:2], parent.stride(0)
     sizes = num_lists, num_ranks, num_nodes, tree.ancestors.shape[2], max_depth
     config = _rerank_config(num_lists * num_ranks, num_nodes)

@@ -140,8 +140,8 @@ class SyntheticAcceptance(Drafter):
         wrong = torch.where(tree.tokens == true, (true + 1) % self._vocab_size, tree.tokens)
         tokens = torch.where(on_path & (tree.depth <= wanted), true, wrong)
         tokens = torch.where(tree.depth == 0, tree.tokens, tokens)
-        reach = tree.reach.clamp(min=self.planted_depth) if self._path is not None else tree.reach
-        return replace(tree, tokens=tokens, parent=parent, ancestors=ancestors, reach=reach)
+        deepest = tree.deepest.clamp(min=self.planted_depth) if self._path is not None else tree.deepest
+        return replace(tree, tokens=tokens, parent=parent, ancestors=ancestors, deepest=deepest)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """The drafter learns what was accepted."""

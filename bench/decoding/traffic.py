@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from specdec.bench.common.cost import Machine
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.candidates import TopK
+from specdec.drafting.candidates import Best
 from specdec.models.target.target import Target
 
 __all__ = ["StepBytes", "count_reads", "step_bytes"]
@@ -101,7 +101,7 @@ def count_reads(target: Target, drafter: Drafter) -> dict[str, float]:
         drafter.allocate(Room(1, prompt.max_length, 16, prompt.max_length - 16), target.device)
         drafter.start(prompt, target.prefill(prompt.tokens, prompt.lengths, cache))
         with _Reads(tensors) as counter:
-            drafter.draft(torch.zeros(1, dtype=torch.int32), TopK())
+            drafter.draft(torch.zeros(1, dtype=torch.int32), Best())
     return {name: count for name, count in counter.reads.items() if count}
 
 

@@ -89,7 +89,7 @@ def topk_tree(
         parent=parents.to(torch.int32),
         depth=depth.to(torch.int32),
         ancestors=(sees.unflatten(2, (-1, 32)) << bits).sum(dim=3).to(torch.int32),
-        reach=depth.amax(dim=1).to(torch.int32),
+        deepest=depth.amax(dim=1).to(torch.int32),
         index=torch.cat([torch.full_like(root[:, None], -1), index.to(torch.int32)], dim=1),
     )
 

@@ -41,7 +41,7 @@ class RerankedTree:
         depth: [B, N] int32, 0 for the root.
         ancestors: [B, N, ceil(N / 32)] int32, bit j % 32 of word j // 32: node j lies on the path from the root to this
             node, which is part of it.
-        reach: [B] int32, depth of the deepest node.
+        deepest: [B] int32, depth of the deepest node.
         index: [B, N] int32, index of the node in the pool; -1 for the root and for padding.
     """
 
@@ -49,5 +49,5 @@ class RerankedTree:
     parent: torch.Tensor
     depth: torch.Tensor
     ancestors: torch.Tensor
-    reach: torch.Tensor
+    deepest: torch.Tensor
     index: torch.Tensor

@@ -77,10 +77,10 @@ def tree_rerank(
         fields["parent"].append(parents)
         fields["depth"].append([0] + [depth for depth, _ in chosen] + [0] * num_padding)
         fields["ancestors"].append([[path >> 32 * w & 0xFFFFFFFF for w in range(num_words)] for path in paths])
-        fields["reach"].append(chosen[-1][0] if chosen else 0)  # the deepest comes last
+        fields["deepest"].append(chosen[-1][0] if chosen else 0)  # the deepest comes last
         fields["index"].append([-1] + [i for _, i in chosen] + [-1] * num_padding)
 
-    shapes = {"ancestors": (batch, num_nodes, num_words), "reach": (batch,)}
+    shapes = {"ancestors": (batch, num_nodes, num_words), "deepest": (batch,)}
     return RerankedTree(
         **{
             # through int64: bit 31 of a word is the sign of an int32

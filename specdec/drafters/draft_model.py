@@ -81,14 +81,14 @@ class DraftModel(Drafter):
 
     def bind(self, target: Target) -> None:
         """Check the vocabulary, move to the target's device and lay out the levels."""
-        self.network = Target(self.model.to(target.device), backend=target.backend, fused=target.fused)
-        self._missing = target.vocab_size - self.network.vocab_size
+        self.draft_target = Target(self.model.to(target.device), backend=target.backend, fused=target.fused)
+        self._missing = target.vocab_size - self.draft_target.vocab_size
         if abs(self._missing) > MAX_PADDING:
             raise ValueError(
                 f"drafter: expected the target's vocabulary of {target.vocab_size} tokens, or one padded differently "
-                f"by up to {MAX_PADDING}, got {self.network.vocab_size}"
+                f"by up to {MAX_PADDING}, got {self.draft_target.vocab_size}"
             )
-        num_tokens = min(self.network.vocab_size, target.vocab_size)
+        num_tokens = min(self.draft_target.vocab_size, target.vocab_size)
         if self.shape.max_rank >= num_tokens:
             raise ValueError(f"tree: expected ranks below {num_tokens}, got {self.shape.max_rank}")
         self._template = TreeTemplate(self.shape, target.device, rows="parent", backend=target.backend)
@@ -99,17 +99,17 @@ class DraftModel(Drafter):
 
     def session(self) -> AbstractContextManager[None]:
         """The draft model is hooked while a generation runs."""
-        return self.network.hooked()
+        return self.draft_target.hooked()
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The draft model's cache, and the token before the root."""
         capacity = room.max_length + self.shape.num_nodes + 1
-        self._cache = self.network.new_cache(room.batch_size, capacity, device=device)
+        self._cache = self.draft_target.new_cache(room.batch_size, capacity, device=device)
         self._previous = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the prompt through the draft model."""
-        self.network.prefill(self._known(prompt.tokens), prompt.lengths, self._cache)
+        self.draft_target.prefill(self._known(prompt.tokens), prompt.lengths, self._cache)
         self._cache.lengths -= 1  # the token before the root is fed again, with it
         last = (prompt.lengths.long() - 1)[:, None]
         self._previous.copy_(prompt.tokens.gather(1, last)[:, 0])
@@ -118,12 +118,14 @@ class DraftModel(Drafter):
         """One pass per level; every node with children has its own list of candidates."""
         self._root = root
         first = torch.stack((self._previous, root), 1)
-        output = self.network.score(self._known(first), self._chain.depth, self._chain.ancestors, self._cache)
+        output = self.draft_target.score(self._known(first), self._chain.depth, self._chain.ancestors, self._cache)
         self._cache.lengths += 2
         candidates = [choose(self._over_target(output.logits[:, 1:]), self._num_ranks)]
         for level in self._levels:
             tokens = self._known(candidates[-1].tokens.flatten(1)[:, level.candidate])
-            output = self.network.score(tokens, level.depth, level.ancestors, self._cache, first_node=level.first_slot)
+            output = self.draft_target.score(
+                tokens, level.depth, level.ancestors, self._cache, first_node=level.first_slot
+            )
             candidates.append(choose(self._over_target(output.logits[:, level.inner]), self._num_ranks))
         return self._template.expand(Candidates.cat(candidates), root)
 
@@ -139,7 +141,7 @@ class DraftModel(Drafter):
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the draft model has; those that it lacks are padding, which no text holds."""
-        return tokens.clamp(max=self.network.vocab_size - 1) if self._missing > 0 else tokens
+        return tokens.clamp(max=self.draft_target.vocab_size - 1) if self._missing > 0 else tokens
 
     def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [B, M, V] over the target's vocabulary."""

@@ -163,7 +163,7 @@ class Eagle(NetworkDrafter):
             backend=self._target.backend,
         )
         return DraftTree(
-            tree.tokens, tree.parent, tree.depth, tree.ancestors, reach=tree.reach, max_depth=shape.max_depth
+            tree.tokens, tree.parent, tree.depth, tree.ancestors, deepest=tree.deepest, max_depth=shape.max_depth
         )
 
     def _extend(

@@ -113,7 +113,7 @@ class Lookahead(Drafter):
             parent=torch.cat((no_parents, parents.flatten(1)), 1)[:, self._source],
             depth=self._template.depth,
             ancestors=torch.cat((cell_words, ancestors.flatten(1, 2)), 1)[:, self._source],
-            reach=is_known[:, 0].int() * (self.level - 1),
+            deepest=is_known[:, 0].int() * (self.level - 1),
             max_depth=self.level - 1,
         )
 

@@ -1,7 +1,7 @@
 """How a drafter's logits become candidate tokens: the best ones, or a sample whose law is known.
 
 A drafter with a network calls `choose(logits, num_ranks)` wherever it needs candidates, and does not know which rule it
-is. With `TopK` the tree is deterministic; `Sampled` also hands back the laws it drew from, which lossless rejection
+is. With `Best` the tree is deterministic; `Sampled` also hands back the laws it drew from, which lossless rejection
 needs. A drafter that has states and the LM heads behind them calls `choose_from` instead: where the best tokens are all
 that is wanted, the logits need not be written.
 """
@@ -16,7 +16,7 @@ from specdec.common.randomness import Stream, Uniforms
 from specdec.kernels.sample_probs import warp_logits
 from specdec.models.common.lm_heads import LMHeads, best_of
 
-__all__ = ["Candidates", "Choose", "DraftLaw", "Sampled", "TopK", "choose_from"]
+__all__ = ["Best", "Candidates", "Choose", "DraftLaw", "Sampled", "choose_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Choose(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class Best:
     """The most probable tokens, best first; equally probable ones in the order of their numbers."""
 
     def __call__(self, logits: torch.Tensor, num_ranks: int) -> Candidates:
@@ -64,7 +64,7 @@ def choose_from(choose: Choose, heads: LMHeads, states: torch.Tensor, num_ranks:
         states: [B, M, C] states of M lists.
         num_ranks: tokens per list.
     """
-    if isinstance(choose, TopK):
+    if isinstance(choose, Best):
         return Candidates(heads.best_tokens(states, num_ranks))
     return choose(heads.logits(states), num_ranks)
 

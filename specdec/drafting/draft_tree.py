@@ -27,7 +27,7 @@ class DraftTree:
         parent: [B or 1, N] int32, `parent[i] < i`; -1 for the root and for padding.
         depth: [B or 1, N] int32 distance from the root (root 0).
         ancestors: [B or 1, N, ceil(N / 32)] int32 words; bit j of row i says that node i may attend to node j.
-        reach: [B] int32, depth of the deepest proposed node of each row; 0 when nothing was proposed.
+        deepest: [B] int32, depth of the deepest proposed node of each row; 0 when nothing was proposed.
         max_depth: largest depth that any step of this drafter can have.
         laws: [B, M, V] logits of the laws that the tokens were drawn from; None if they were not drawn.
         law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
@@ -37,7 +37,7 @@ class DraftTree:
     parent: torch.Tensor
     depth: torch.Tensor
     ancestors: torch.Tensor
-    reach: torch.Tensor
+    deepest: torch.Tensor
     max_depth: int
     laws: torch.Tensor | None = None
     law_row: torch.Tensor | None = None
@@ -106,7 +106,7 @@ class TreeTemplate:
             self.parent,
             self.depth,
             self.ancestors,
-            reach=torch.full_like(root, self.shape.max_depth),
+            deepest=torch.full_like(root, self.shape.max_depth),
             max_depth=self.shape.max_depth,
             laws=candidates.laws,
             law_row=None if candidates.laws is None else self.law_row,
@@ -126,7 +126,7 @@ class TreeTemplate:
             parent=torch.where(used, self.parent, -1),
             depth=self.depth,
             ancestors=self.ancestors,
-            reach=num_tokens,
+            deepest=num_tokens,
             max_depth=self.shape.max_depth,
         )
 

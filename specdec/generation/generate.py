@@ -109,9 +109,9 @@ def generate(
     """
     target = model if isinstance(model, Target) else Target(model)
     config = merge_settings(target, generation_config, generation_kwargs)
-    ids, keep = read_prompts(input_ids, attention_mask, target, config)
+    ids, is_text = read_prompts(input_ids, attention_mask, target, config)
     settings = read_settings(config, ids.shape[1], target.max_positions)
-    prompts = [row[mask] for row, mask in zip(ids, keep, strict=True)]
+    prompts = [row[mask] for row, mask in zip(ids, is_text, strict=True)]
     _check_callers_code(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, len(prompts))
     proposer = load_drafter(drafter, target, tree=tree)
     rule = choose_rule(acceptance, proposer, do_sample=bool(config.do_sample))
@@ -149,7 +149,7 @@ def generate(
     )
     host.end()
     _warn_if_refused(proposer, result.stats)
-    return _output(target, ids, keep, settings, result, host)
+    return _output(target, ids, is_text, settings, result, host)
 
 
 def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bool, max_new_tokens: int) -> Decoder:
@@ -198,8 +198,8 @@ def _stop_strings(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase |
 
 def _warn_if_refused(drafter: Drafter, stats: AcceptanceStats) -> None:
     """Say so if hardly anything was accepted: the output is right all the same, only slow."""
-    steps = zip(itertools.chain(*stats.num_emitted), itertools.chain(*stats.reach), strict=True)
-    accepted = [emitted > 1 for emitted, reach in steps if reach > 0]
+    steps = zip(itertools.chain(*stats.num_emitted), itertools.chain(*stats.deepest), strict=True)
+    accepted = [emitted > 1 for emitted, deepest in steps if deepest > 0]
     if len(accepted) >= ENOUGH_STEPS and sum(accepted) < 0.02 * len(accepted):
         message = (
             "drafter: %s proposed in %d steps, and something was accepted in %d of them; is it made for this model?"
@@ -208,7 +208,7 @@ def _warn_if_refused(drafter: Drafter, stats: AcceptanceStats) -> None:
 
 
 def _output(
-    target: Target, ids: torch.Tensor, keep: torch.Tensor, settings: Settings, result: DecodeResult, host: HostSteps
+    target: Target, ids: torch.Tensor, is_text: torch.Tensor, settings: Settings, result: DecodeResult, host: HostSteps
 ) -> torch.Tensor | SpecDecodeOutput:
     """The result in transformers' form."""
     width = max(len(tokens) for tokens in result.tokens)
@@ -219,22 +219,22 @@ def _output(
     output = SpecDecodeOutput(
         sequences=sequences, scores=host.scores(settings.pad_token), logits=host.logits(settings.pad_token)
     )
-    output.past_key_values = _past_key_values(target, keep, result, width)
+    output.past_key_values = _past_key_values(target, is_text, result, width)
     output.stats = result.stats
     return output
 
 
-def _past_key_values(target: Target, keep: torch.Tensor, result: DecodeResult, width: int) -> DynamicCache:
+def _past_key_values(target: Target, is_text: torch.Tensor, result: DecodeResult, width: int) -> DynamicCache:
     """Keys and values of all returned ids but the last column, as transformers keeps them; zeros at padding."""
-    counts = torch.tensor([len(tokens) for tokens in result.tokens], device=keep.device)
+    counts = torch.tensor([len(tokens) for tokens in result.tokens], device=is_text.device)
     cache = result.cache
     assert cache is not None
     if bool((counts < width).any()):  # rows that ended early: their last token was never run
-        last = torch.tensor([tokens[-1:] for tokens in result.tokens], device=keep.device)
-        depth = torch.zeros(1, 1, dtype=torch.int32, device=keep.device)
+        last = torch.tensor([tokens[-1:] for tokens in result.tokens], device=is_text.device)
+        depth = torch.zeros(1, 1, dtype=torch.int32, device=is_text.device)
         with without_autograd(target.device), target.hooked():
             target.score(last, depth, depth[..., None] + 1, cache)
-    is_real = torch.cat((keep, torch.arange(width, device=keep.device) < counts[:, None]), 1)[:, :-1]
+    is_real = torch.cat((is_text, torch.arange(width, device=is_text.device) < counts[:, None]), 1)[:, :-1]
     slots = (is_real.long().cumsum(1) - 1).clamp(min=0)
     past = DynamicCache(config=target.model.config)
     for layer, memory in enumerate(cache.data):

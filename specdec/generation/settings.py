@@ -164,8 +164,8 @@ def read_settings(config: GenerationConfig, width: int, max_positions: int | Non
     max_new = config.max_new_tokens
     if max_new is None:
         if config.max_length is None:
-            room = _DEFAULT_NEW_TOKENS if max_positions is None else max_positions - width
-            max_new = max(1, min(_DEFAULT_NEW_TOKENS, room))  # without any room the prompt is refused by its length
+            most = _DEFAULT_NEW_TOKENS if max_positions is None else max_positions - width
+            max_new = max(1, min(_DEFAULT_NEW_TOKENS, most))  # without any room the prompt is refused by its length
         else:
             max_new = config.max_length - width
         if max_new < 1:
@@ -209,20 +209,20 @@ def read_prompts(
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != input_ids.shape:
         got = list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
         raise ValueError(f"attention_mask: expected shape {list(input_ids.shape)} as input_ids, got {got}")
-    keep = attention_mask.to(input_ids.device).bool()
-    empty = (~keep.any(1)).nonzero().flatten().tolist()
+    is_text = attention_mask.to(input_ids.device).bool()
+    empty = (~is_text.any(1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
             f"attention_mask: expected at least one token in every row, got only padding in row {empty[0]}"
         )
-    for row, mask in enumerate(keep.tolist()):
+    for row, mask in enumerate(is_text.tolist()):
         first, last = mask.index(True), len(mask) - 1 - mask[::-1].index(True)
         if not all(mask[first : last + 1]):
             raise ValueError(f"attention_mask: expected padding at the ends only, got a gap in row {row}")
     copies = config.num_return_sequences or 1
     if copies > 1 and not config.do_sample:
         raise ValueError(f"num_return_sequences: expected 1 without sampling, as all would be equal, got {copies}")
-    return input_ids.long().repeat_interleave(copies, 0), keep.repeat_interleave(copies, 0)
+    return input_ids.long().repeat_interleave(copies, 0), is_text.repeat_interleave(copies, 0)
 
 
 def _ints(value: int | Sequence[int] | torch.Tensor | None) -> list[int]:

@@ -218,10 +218,10 @@ class Decoder:
         if min(lengths, default=0) < 1:
             shapes = [list(row.shape) for row in prompts]
             raise ValueError(f"prompts: expected 1-D tensors of at least one token, got shapes {shapes}")
-        room = self.target.max_positions - max(lengths)
-        if not 1 <= max_new_tokens <= room:
+        most = self.target.max_positions - max(lengths)
+        if not 1 <= max_new_tokens <= most:
             raise ValueError(
-                f"max_new_tokens: expected 1 to {max(room, 0)} after a prompt of {max(lengths)} tokens "
+                f"max_new_tokens: expected 1 to {max(most, 0)} after a prompt of {max(lengths)} tokens "
                 f"(the model's context is {self.target.max_positions}), got {max_new_tokens}"
             )
 
@@ -326,10 +326,10 @@ class Decoder:
     def _result(self, generation: Generation, num_rows: int, *, is_captured: bool, keep_cache: bool) -> DecodeResult:
         """What the first `num_rows` rows emitted, rows that fill a bucket up left out."""
         state, timer = generation.state, generation.timer
-        num_emitted, reach, num_steps = state.counts(num_rows)
+        num_emitted, deepest, num_steps = state.counts(num_rows)
         stats = AcceptanceStats(
             num_emitted,
-            reach,
+            deepest,
             lossless=self.acceptance.lossless,
             times_ms=timer.times_ms(),
             num_target_passes=num_steps,

@@ -132,10 +132,10 @@ class Processing:
         assert history is not None
         processed = logits.to(torch.float32, copy=True)
         parents = [[-1]] * len(self._rows) if tree is None else tree.parent.expand(len(self._rows), -1).tolist()
-        for row, (processors, room) in enumerate(zip(self._rows, budget.tolist(), strict=True)):
+        for row, (processors, budget_left) in enumerate(zip(self._rows, budget.tolist(), strict=True)):
             text = history[row][history[row] >= 0].long()
             tokens = text.new_empty(0) if tree is None else tree.tokens[row].long()
-            self._process_row(processed[row], text, tokens, parents[row], processors, room)
+            self._process_row(processed[row], text, tokens, parents[row], processors, budget_left)
         return processed
 
     def _process_row(
@@ -145,7 +145,7 @@ class Processing:
         tokens: torch.Tensor,
         parent: list[int],
         processors: Sequence[Callable[..., torch.Tensor]],
-        room: int,
+        budget_left: int,
     ) -> None:
         """Process `scores [N, V]` of one row in place, depth by depth, at all nodes that can be reached.
 
@@ -154,7 +154,7 @@ class Processing:
         listed = tokens.tolist()
         paths = {0: [0] if listed else []}
         nodes = [0]
-        while nodes and room > 0:
+        while nodes and budget_left > 0:
             places = torch.tensor([paths[node] for node in nodes], dtype=torch.int64, device=tokens.device)
             ids = torch.cat((text.expand(len(nodes), -1), tokens[places]), 1)
             scores[nodes] = _apply(processors, ids, scores[nodes]).to(scores.dtype)
@@ -163,7 +163,7 @@ class Processing:
             allowed = [node for node, score in zip(children, own, strict=True) if score > -torch.inf]
             nodes = [node for node in allowed if listed[node] not in self._stops]
             paths |= {node: [*paths[parent[node]], node] for node in nodes}
-            room -= 1
+            budget_left -= 1
 
 
 def _apply(processors: Sequence[Callable[..., torch.Tensor]], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

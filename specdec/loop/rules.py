@@ -12,7 +12,7 @@ import torch
 
 from specdec.common.randomness import Stream, Uniforms
 from specdec.drafting.base import Drafter
-from specdec.drafting.candidates import Choose, DraftLaw, Sampled, TopK
+from specdec.drafting.candidates import Best, Choose, DraftLaw, Sampled
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.accept_greedy import accept_greedy
 from specdec.kernels.accept_naive import accept_naive
@@ -81,7 +81,7 @@ class AcceptanceRule(ABC):
 
     def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
         """How drafters pick candidates under this rule: the best ones, unless it draws them."""
-        return TopK()
+        return Best()
 
     def objection(self, drafter: Drafter) -> str | None:
         """Why the rule cannot judge what `drafter` proposes; None if it can."""
@@ -157,7 +157,7 @@ class Naive(AcceptanceRule):
 
     def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
         """The best candidates, or drawn ones."""
-        return Sampled(law, replacement=False, uniforms=uniforms) if self.drawn else TopK()
+        return Sampled(law, replacement=False, uniforms=uniforms) if self.drawn else Best()
 
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the token drawn at its parent."""

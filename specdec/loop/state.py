@@ -38,7 +38,7 @@ class DecodeState:
             is none. What the host asks for.
         num_steps: [1] int64, steps in which any row was running.
         step_emitted: [max_new_tokens, B] int32, tokens that each row emitted in each of these steps.
-        step_reach: [max_new_tokens, B] int32, depth of the deepest node that was proposed.
+        step_deepest: [max_new_tokens, B] int32, depth of the deepest node that was proposed.
     """
 
     room: Room
@@ -52,7 +52,7 @@ class DecodeState:
     progress: torch.Tensor
     num_steps: torch.Tensor
     step_emitted: torch.Tensor
-    step_reach: torch.Tensor
+    step_deepest: torch.Tensor
 
     @classmethod
     def new(cls, target: Target, room: Room, *, num_nodes: int, max_depth: int, device: torch.device) -> "DecodeState":
@@ -84,7 +84,7 @@ class DecodeState:
             num_steps=full(1, value=0, dtype=torch.int64),
             # prefill emits a token, so a generation has max_new_tokens - 1 steps; the last place is for surplus ones
             step_emitted=full(room.max_new_tokens, rows, value=0),
-            step_reach=full(room.max_new_tokens, rows, value=0),
+            step_deepest=full(room.max_new_tokens, rows, value=0),
         )
 
     def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor) -> None:
@@ -131,12 +131,12 @@ class DecodeState:
             self.budget.masked_fill_((root[:, None] == stops).any(1), 0)
         self.progress[0].copy_(self.budget.any())
 
-    def emit_step(self, verdict: Verdict, reach: torch.Tensor, stops: torch.Tensor | None) -> None:
-        """Append what a step accepted, and note what it did; `reach [B]` is that of its tree."""
+    def emit_step(self, verdict: Verdict, deepest: torch.Tensor, stops: torch.Tensor | None) -> None:
+        """Append what a step accepted, and note what it did; `deepest [B]` is that of its tree."""
         counts = verdict.num_emitted
         # with all rows finished the step leaves zeros in the place that is written next, or in the last one
         self.step_emitted.index_copy_(0, self.num_steps, counts[None])
-        self.step_reach.index_copy_(0, self.num_steps, reach[None])
+        self.step_deepest.index_copy_(0, self.num_steps, deepest[None])
         self.num_steps.add_(self.progress[0])
         self.emit(verdict.next_root, verdict.emitted, counts, stops)
 
@@ -171,18 +171,18 @@ class DecodeState:
         return [row[:count] for row, count in zip(self.output[:num_rows, :longest].tolist(), counts, strict=True)]
 
     def counts(self, num_rows: int) -> tuple[list[list[int]], list[list[int]], int]:
-        """Of the first rows, tokens emitted and reach by step, without the steps after a row had finished.
+        """Of the first rows, tokens emitted and deepest by step, without the steps after a row had finished.
 
         Returns:
             Both, a list per row, and the number of steps.
         """
         num_steps = int(self.num_steps)
         emitted: list[list[int]] = [[] for _ in range(num_rows)]
-        reach: list[list[int]] = [[] for _ in range(num_rows)]
-        steps = zip(self.step_emitted[:num_steps].tolist(), self.step_reach[:num_steps].tolist(), strict=True)
-        for step_emitted, step_reach in steps:
+        deepest: list[list[int]] = [[] for _ in range(num_rows)]
+        steps = zip(self.step_emitted[:num_steps].tolist(), self.step_deepest[:num_steps].tolist(), strict=True)
+        for step_emitted, step_deepest in steps:
             for row in range(num_rows):
                 if step_emitted[row]:
                     emitted[row].append(step_emitted[row])
-                    reach[row].append(step_reach[row])
-        return emitted, reach, num_steps
+                    deepest[row].append(step_deepest[row])
+        return emitted, deepest, num_steps

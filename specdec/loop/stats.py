@@ -12,7 +12,7 @@ class AcceptanceStats:
 
     Attributes:
         num_emitted: per row, tokens emitted by each of its steps (accepted draft tokens and the next root).
-        reach: per row, depth of the deepest proposed node at each of its steps.
+        deepest: per row, depth of the deepest proposed node at each of its steps.
         lossless: whether the acceptance rule is.
         times_ms: wall time per phase: prefill, draft, score, verify, commit. On a GPU these are times of the device.
         num_target_passes: scoring passes over the batch; prefill is not counted.
@@ -22,7 +22,7 @@ class AcceptanceStats:
     """
 
     num_emitted: list[list[int]]
-    reach: list[list[int]]
+    deepest: list[list[int]]
     lossless: bool
     times_ms: dict[str, float]
     num_target_passes: int
@@ -38,7 +38,7 @@ class AcceptanceStats:
                 times[phase] = times.get(phase, 0.0) + value
         return cls(
             num_emitted=[row for one in stats for row in one.num_emitted],
-            reach=[row for one in stats for row in one.reach],
+            deepest=[row for one in stats for row in one.deepest],
             lossless=all(one.lossless for one in stats),
             times_ms=times,
             num_target_passes=sum(one.num_target_passes for one in stats),
@@ -59,10 +59,10 @@ class AcceptanceStats:
         """
         tries: dict[int, int] = {}
         successes: dict[int, int] = {}
-        for emitted_row, reach_row in zip(self.num_emitted, self.reach, strict=True):
-            for step, (emitted, reach) in enumerate(zip(emitted_row, reach_row, strict=True)):
+        for emitted_row, deepest_row in zip(self.num_emitted, self.deepest, strict=True):
+            for step, (emitted, deepest) in enumerate(zip(emitted_row, deepest_row, strict=True)):
                 accepted = emitted - 1
-                tried = accepted if step == len(emitted_row) - 1 else min(accepted + 1, reach)
+                tried = accepted if step == len(emitted_row) - 1 else min(accepted + 1, deepest)
                 for depth in range(1, tried + 1):
                     tries[depth] = tries.get(depth, 0) + 1
                     successes[depth] = successes.get(depth, 0) + (depth <= accepted)

@@ -126,7 +126,7 @@ class Generation:
         with self.timer.phase("commit"):
             state.cache.commit(verdict.path, verdict.num_accepted)
             self.drafter.commit(verdict, output)
-            state.emit_step(verdict, tree.reach, self.stop_tokens)
+            state.emit_step(verdict, tree.deepest, self.stop_tokens)
         return StepOutput(verdict.emitted, verdict.num_emitted, verdict.path, scores, processed)
 
     def run(self, output: StepOutput, on_step: OnStep | None) -> None:

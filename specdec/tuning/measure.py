@@ -17,7 +17,7 @@ import torch
 
 from specdec.drafters.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.candidates import TopK
+from specdec.drafting.candidates import Best
 from specdec.loop.decoder import Decoder, without_autograd
 from specdec.loop.graphs import CannotCaptureError, CudaGraphs, Engine
 from specdec.loop.memory import tensors_of
@@ -94,10 +94,10 @@ def tune(
     if not shape.num_draft_tokens:
         raise ValueError(f"drafter: expected one that proposes tokens, got {drafter.kind} with the root alone")
     with_tree(drafter, shape)  # a drafter that takes no other tree is refused before anything is measured
-    room = target.max_positions - shape.num_nodes - 2
-    if batch_size < 1 or not 1 <= context <= room:
+    most = target.max_positions - shape.num_nodes - 2
+    if batch_size < 1 or not 1 <= context <= most:
         raise ValueError(
-            f"batch_size, context: expected at least 1 row of 1 to {room} tokens, got {batch_size}, {context}"
+            f"batch_size, context: expected at least 1 row of 1 to {most} tokens, got {batch_size}, {context}"
         )
     if measure is None:
         measure = replayed(CudaGraphs(target.device)) if target.device.type == "cuda" else measure_ms
@@ -215,13 +215,13 @@ def _draft_ms(
 
             one.start(prompt, output)
             counters = [(tensor, tensor.clone()) for tensor in tensors_of(one) if not tensor.is_floating_point()]
-            one.draft(prompt.lengths, TopK())
+            one.draft(prompt.lengths, Best())
             moved = [(tensor, before) for tensor, before in counters if not torch.equal(tensor, before)]
 
             def draft(one: Drafter = one, moved: list[tuple[torch.Tensor, torch.Tensor]] = moved) -> object:
                 for tensor, before in moved:  # a draft goes on from where the last one ended
                     tensor.copy_(before)
-                return one.draft(prompt.lengths, TopK())
+                return one.draft(prompt.lengths, Best())
 
             times[tree.max_depth] = measure(draft)
     drafter.bind(target)

@@ -13,7 +13,7 @@ from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.parallelspec import ParallelSpec
 from specdec.drafting.base import Prompt
-from specdec.drafting.candidates import TopK
+from specdec.drafting.candidates import Best
 from specdec.models.common import lm_heads
 from specdec.models.networks import amphista, hydra, medusa
 from specdec.models.target.target import Target
@@ -50,7 +50,7 @@ def propose(drafter, target, texts, roots):
     with target.hooked():
         cache = target.new_cache(len(texts), prompt.max_length)
         begin(drafter, prompt, target.prefill(prompt.tokens, lengths, cache))
-        return drafter.draft(torch.tensor(roots, dtype=torch.int32), TopK())
+        return drafter.draft(torch.tensor(roots, dtype=torch.int32), Best())
 
 
 @pytest.mark.parametrize(("drafter_class", "settings", "shape"), CASES.values(), ids=CASES)

@@ -8,7 +8,7 @@ from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS, Literal, drafter_of, 
 from lib.families import build_model, random_prompts
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3
-from specdec.drafting.candidates import Candidates, TopK
+from specdec.drafting.candidates import Best, Candidates
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import choose_rule
 from specdec.models.target.target import Target
@@ -99,7 +99,7 @@ def paths_of(tree) -> set[tuple[int, ...]]:
         assert tree.depth[0, node] == len(paths[node])
         words = int(tree.ancestors[0, node, 0])
         assert words == int(tree.ancestors[0, parent[node], 0]) | 1 << node
-    assert tree.reach[0] == max(map(len, paths.values())) <= tree.max_depth
+    assert tree.deepest[0] == max(map(len, paths.values())) <= tree.max_depth
     return set(paths.values()) - {()}
 
 
@@ -141,7 +141,7 @@ def test_dynamic_trees_take_the_most_probable_tokens_whatever_the_rule(version, 
     drafter = drafter_of(random_network(model, version), SHAPES["dynamic"])
     assert not drafter.can_sample
     assert choose_rule("auto", drafter, do_sample=True).name == "naive"
-    tree, expected = propose(drafter, model, text, 3, sampled), propose(drafter, model, text, 3, TopK())
+    tree, expected = propose(drafter, model, text, 3, sampled), propose(drafter, model, text, 3, Best())
     assert tree.tokens.tolist() == expected.tokens.tolist()
     assert tree.parent.tolist() == expected.parent.tolist()
     assert tree.laws is None

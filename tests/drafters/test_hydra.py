@@ -237,10 +237,10 @@ def test_noise_and_dropout_are_for_training_alone(kind, monkeypatch, generator):
     monkeypatch.setattr(objective.network, "encode", lambda hidden, *rest: read.append(hidden) or encode(hidden, *rest))
     first, second = objective(batch)["loss"], objective(batch)["loss"]
     assert first != second
-    reach = 75 / math.sqrt(batch.hidden[0].numel())
+    bound = 75 / math.sqrt(batch.hidden[0].numel())
     noise = read[0] - batch.hidden
-    assert 0.99 * reach < noise.abs().max() < 1.001 * reach
-    assert abs(float(noise.mean())) < 0.1 * reach
+    assert 0.99 * bound < noise.abs().max() < 1.001 * bound
+    assert abs(float(noise.mean())) < 0.1 * bound
     objective.eval()
     assert objective(batch)["loss"] == objective(batch)["loss"]
     assert torch.equal(read[-1], batch.hidden)

@@ -128,7 +128,7 @@ def compare_with_literal(model, prompt, max_new_tokens, chosen):
         assert all(
             sees[node] == {*sees[above], node} for node, above in enumerate(tree.parent[0].tolist()) if above >= 0
         )
-        assert tree.reach.tolist() == [max(map(len, beginnings), default=0)]
+        assert tree.deepest.tolist() == [max(map(len, beginnings), default=0)]
         cells = [
             (*rows[0][: column + 1], *(row[column] for row in rows[1:depth]))
             for column in range(chosen["window"])
@@ -183,7 +183,7 @@ def test_a_batch_is_its_rows_alone(generator):
         for tree, mine in zip(trees, drafter.trees, strict=False):  # other rows may take more steps
             assert tree.tokens[row].tolist() == mine.tokens[0].tolist()
             assert tree.parent[row].tolist() == mine.parent[0].tolist()
-            assert tree.reach[row] == mine.reach[0]
+            assert tree.deepest[row] == mine.deepest[0]
 
 
 def test_rows_end_at_stop_tokens_and_at_the_end_of_the_context(generator):
@@ -256,7 +256,7 @@ def test_the_pool_of_a_long_text_keeps_the_last_steps_only(generator, monkeypatc
     monkeypatch.setattr(lookahead, "KEPT_STEPS", 2)
     short = Decoder(model, Lookahead(level=3)).decode(prompts, 60)
     assert short.tokens == whole.tokens
-    assert sum(short.stats.reach[0]) < sum(whole.stats.reach[0])
+    assert sum(short.stats.deepest[0]) < sum(whole.stats.deepest[0])
 
 
 @pytest.mark.parametrize(("name", "least"), [("level", 2), ("window", 1), ("guesses", 1)])

@@ -9,7 +9,7 @@ from lib.drafter_checks import begin
 from lib.families import build_model
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafting.base import Prompt
-from specdec.drafting.candidates import TopK
+from specdec.drafting.candidates import Best
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import Target
 
@@ -52,7 +52,7 @@ def test_proposes_what_a_plain_search_finds(data):
     roots = [data.draw(st.integers(1, 4)) for _ in texts]
     finished = [False] * len(texts)
     for _ in range(4):
-        tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), TopK())
+        tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), Best())
         width = tree.max_depth + 1
         emitted = torch.full((len(texts), width), -1, dtype=torch.int32)
         accepted = torch.full((len(texts),), -1, dtype=torch.int32)
@@ -60,7 +60,7 @@ def test_proposes_what_a_plain_search_finds(data):
             expected = search([*text, roots[row]], max_ngram, num_tokens)
             assert tree.tokens[row, 0] == roots[row]
             assert proposed(tree, row) == expected
-            assert tree.reach[row] == len(expected)
+            assert tree.deepest[row] == len(expected)
             finished[row] |= data.draw(st.booleans()) and data.draw(st.booleans())
             if finished[row]:
                 continue  # the row emits nothing more; its root stays

@@ -51,8 +51,8 @@ def assert_emits_the_target_law(emitted, weights):
         for row, weight in zip(emitted.tolist(), weights, strict=True):
             if tuple(row[: len(prefix)]) == prefix and len(row) > len(prefix) and row[len(prefix)] >= 0:
                 law[row[len(prefix)]] += weight
-        reach = math.prod(LAW_PROBS[NODE_BEHIND[prefix[:d]], token].item() for d, token in enumerate(prefix))
-        torch.testing.assert_close(law, reach * LAW_PROBS[node], rtol=0, atol=1e-12)
+        chance = math.prod(LAW_PROBS[NODE_BEHIND[prefix[:d]], token].item() for d, token in enumerate(prefix))
+        torch.testing.assert_close(law, chance * LAW_PROBS[node], rtol=0, atol=1e-12)
 
 
 def law_call(uniform, dtype):

@@ -13,7 +13,7 @@ from specdec.kernels.reference import tree_rerank as reference
 from specdec.kernels.tree_rerank import MAX_POOL, _beam_config, _rerank_config, beam_step, tree_rerank
 
 BEAM_FIELDS = ("index", "row", "tokens", "logps", "candidate_logps")
-TREE_FIELDS = ("tokens", "parent", "depth", "ancestors", "reach", "index")
+TREE_FIELDS = ("tokens", "parent", "depth", "ancestors", "deepest", "index")
 INT_BOUND = 2**32
 
 
@@ -91,7 +91,7 @@ def test_a_pool_written_by_hand(backend):
     assert tree.parent.tolist() == [[-1, 0, 0, 1, 2]]
     assert tree.depth.tolist() == [[0, 1, 1, 2, 2]]
     assert tree.ancestors.tolist() == [[[0b1], [0b11], [0b101], [0b1011], [0b10101]]]
-    assert tree.reach.tolist() == [2]
+    assert tree.deepest.tolist() == [2]
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -200,7 +200,7 @@ def test_the_result_is_a_tree_in_order(seed, lists, ranks, num_nodes):
         assert depth[node] == depth[above[node]] + 1
         assert index[above[node]] == parent[0, index[node] // ranks]
         assert tree.tokens[0, node] == tokens.flatten()[index[node]]
-    assert tree.reach.item() == max(depth)
+    assert tree.deepest.item() == max(depth)
     assert above[num_kept + 1 :] == index[num_kept + 1 :] == [-1] * (num_nodes - 1 - num_kept)
     for node in range(num_nodes):  # the ancestor words spell the path
         path = {node}
@@ -236,14 +236,14 @@ def test_a_pool_of_nothing_gives_the_root_and_padding():
         assert tree.parent.tolist() == tree.index.tolist() == [[-1, -1, -1]]
         assert tree.depth.tolist() == [[0, 0, 0]]
         assert tree.ancestors.tolist() == [[[1], [2], [4]]]
-        assert tree.reach.tolist() == [0]
+        assert tree.deepest.tolist() == [0]
 
 
 def test_nothing_is_taken_below_max_depth(generator):
     call = grow_pool(generator, batch=1, width=2, ranks=2, passes=4)
     for max_depth in (0, 1, 3):
         tree = tree_rerank(*call, num_nodes=14, max_depth=max_depth, backend="triton")
-        assert tree.reach.item() == max_depth
+        assert tree.deepest.item() == max_depth
         assert_same(tree, reference.tree_rerank(*call, num_nodes=14, max_depth=max_depth), TREE_FIELDS)
 
 

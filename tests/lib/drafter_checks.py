@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.candidates import TopK
+from specdec.drafting.candidates import Best
 from specdec.drafting.draft_tree import DraftTree
 from specdec.loop.decoder import Decoder
 from specdec.models.target.target import Target
@@ -23,14 +23,14 @@ class Draft:
 
 
 class Recording:
-    """`TopK` that keeps the logits that it saw."""
+    """`Best` that keeps the logits that it saw."""
 
     def __init__(self):
         self.logits = []
 
     def __call__(self, logits, num_ranks):
         self.logits.append(logits.clone())
-        return TopK()(logits, num_ranks)
+        return Best()(logits, num_ranks)
 
 
 class Nudged(Drafter):
@@ -90,7 +90,7 @@ class Nudged(Drafter):
                 node = children[int(torch.randint(len(children), (), generator=self.generator))]
                 depth += 1
                 tokens[row, node] = expected[done + depth]
-        return DraftTree(tokens, tree.parent, tree.depth, tree.ancestors, tree.reach, tree.max_depth)
+        return DraftTree(tokens, tree.parent, tree.depth, tree.ancestors, tree.deepest, tree.max_depth)
 
     def commit(self, verdict, output):
         self.num_done += verdict.num_emitted
@@ -141,4 +141,4 @@ def propose(drafter: Drafter, model, text: torch.Tensor, root: int, choose=None)
     with target.hooked(), drafter.session():
         cache = target.new_cache(1, len(text) + 1)
         begin(drafter, prompt, target.prefill(prompt.tokens, lengths, cache))
-        return drafter.draft(torch.tensor([root], dtype=torch.int32), choose or TopK())
+        return drafter.draft(torch.tensor([root], dtype=torch.int32), choose or Best())

@@ -180,8 +180,8 @@ def _check_rows(call: Call, full) -> list[list[int]]:
 
 def _check_stats(call: Call, full) -> None:
     stats = full.stats
-    for emitted, reach in zip(stats.num_emitted, stats.reach, strict=True):
-        for count, depth in zip(emitted, reach, strict=True):
+    for emitted, deepest in zip(stats.num_emitted, stats.deepest, strict=True):
+        for count, depth in zip(emitted, deepest, strict=True):
             assert 1 <= count <= depth + 1, f"{count} tokens of a tree of depth {depth}"
     assert stats.num_target_passes == max(map(len, stats.num_emitted))
     assert full.lossless == stats.lossless == RULES[call.rule].lossless

@@ -45,8 +45,8 @@ class Scripted(Drafter):
                 )
         tokens = torch.tensor(tokens, dtype=torch.int32, device=root.device)
         template = self.template
-        reach = torch.full_like(root, self.shape.max_depth)
-        return DraftTree(tokens, template.parent, template.depth, template.ancestors, reach, self.shape.max_depth)
+        deepest = torch.full_like(root, self.shape.max_depth)
+        return DraftTree(tokens, template.parent, template.depth, template.ancestors, deepest, self.shape.max_depth)
 
     def commit(self, verdict, output):
         self.num_done += verdict.num_emitted

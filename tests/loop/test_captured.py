@@ -47,7 +47,7 @@ def two_decoders(kind, rule, monkeypatch):
 def same(result, expected):
     assert result.tokens == expected.tokens
     assert result.stats.num_emitted == expected.stats.num_emitted
-    assert result.stats.reach == expected.stats.reach
+    assert result.stats.deepest == expected.stats.deepest
     assert result.stats.num_target_passes == expected.stats.num_target_passes
     assert result.stats.captured
     assert not expected.stats.captured
@@ -106,7 +106,7 @@ def test_surplus_replays_change_nothing_that_is_reported(kind, generator, monkey
         for _ in range(6):
             decoder.captured.engine.recordings[0].replay()
     assert state.tokens(5) == result.tokens
-    assert state.counts(5) == (result.stats.num_emitted, result.stats.reach, result.stats.num_target_passes)
+    assert state.counts(5) == (result.stats.num_emitted, result.stats.deepest, result.stats.num_target_passes)
     assert state.cache.lengths.tolist() == lengths
     for row, length in enumerate(lengths):
         assert torch.equal(state.cache.data[:, :, row, :length], committed[row])

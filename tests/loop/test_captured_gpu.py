@@ -74,7 +74,7 @@ def test_the_captured_loop_gives_the_text_of_the_eager_loop(tiny, kind, do_sampl
         assert result.stats.captured
         assert result.tokens == expected.tokens
         assert result.stats.num_emitted == expected.stats.num_emitted
-        assert result.stats.reach == expected.stats.reach
+        assert result.stats.deepest == expected.stats.deepest
         assert result.stats.times_ms.keys() >= {"prefill", "steps"}
     captured.release()
     eager.release()

@@ -8,7 +8,7 @@ from lib.falcon_equations import Literal, make_network
 from lib.families import VOCAB_SIZE, build_model, random_prompts
 from lib.objectives import random_texts, read_by
 from specdec.drafters.falcon import Falcon
-from specdec.drafting.candidates import TopK
+from specdec.drafting.candidates import Best
 from specdec.models.networks.falcon import FalconNetwork
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.target.target import Target
@@ -49,7 +49,7 @@ def test_the_training_pass_computes_what_a_draft_computes_at_the_same_places(blo
 
         def choose(logits, num_ranks, seen=seen):
             seen.append(logits)
-            return TopK()(logits, num_ranks)
+            return Best()(logits, num_ranks)
 
         propose(Falcon(network, TreeShape.chain(block_size)), model, text[:length], text[length].item(), choose)
         torch.testing.assert_close(seen[0][0], model.lm_head(taught[-block_size:]), atol=2e-5, rtol=1e-4)

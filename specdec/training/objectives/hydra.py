@@ -94,8 +94,8 @@ class HydraObjective(Objective):
         dtype = next(self.network.parameters()).dtype
         hidden = batch.hidden.to(dtype)
         if self.training and self.noise_alpha:
-            reach = self.noise_alpha / (hidden.shape[1] * hidden.shape[2]) ** 0.5
-            hidden = hidden + torch.empty_like(hidden).uniform_(-reach, reach)
+            bound = self.noise_alpha / (hidden.shape[1] * hidden.shape[2]) ** 0.5
+            hidden = hidden + torch.empty_like(hidden).uniform_(-bound, bound)
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         # texts are padded on the right, so that causal attention sees no padding
         return self.network.encode(hidden, positions, MaskedAttention()), self.embed(batch.tokens).to(dtype)

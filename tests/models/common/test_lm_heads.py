@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from specdec.drafting.candidates import TopK, choose_from
+from specdec.drafting.candidates import Best, choose_from
 from specdec.kernels.reference.lm_head_topk import lm_head_topk as reference
 from specdec.models.common import lm_heads
 from specdec.models.common.lm_heads import LMHeads, best_of
@@ -60,7 +60,7 @@ def test_best_tokens_are_those_of_the_op_with_many_ties(backend, generator):
         best = heads.best(states, 5)
         assert torch.equal(best.tokens, expected.tokens)
         assert torch.equal(heads.best_tokens(states, 5).int(), expected.tokens)
-        assert torch.equal(choose_from(TopK(), heads, states, 5).tokens.int(), expected.tokens)
+        assert torch.equal(choose_from(Best(), heads, states, 5).tokens.int(), expected.tokens)
         torch.testing.assert_close(best.values, expected.values)
         torch.testing.assert_close(best.logsumexp, expected.logsumexp)
         assert not best.has_nan.any()
