@@ -13,7 +13,7 @@ import specdec
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from specdec.common.files import replace_file, replace_folder
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.kinds import NETWORK_KINDS, objective_class, settings_of, training_settings
+from specdec.drafters.kinds import NETWORK_KINDS, settings_of
 from specdec.drafters.load import DRAFTER_KINDS
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.none import NoDrafter
@@ -21,6 +21,7 @@ from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafting.folder import TargetRecord
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 from specdec.models.target.target import Target
+from specdec.training.kinds import objective_class, training_settings
 from specdec.trees.dynamic import DynamicTree
 
 TREE = specdec.TreeShape.from_k_config((3, 2))

@@ -63,9 +63,9 @@ def test_decides_as_the_reference_on_many_trees(generator, quick_tiles, near):
 def test_tests_turn_at_their_weights(generator, quick_tiles):
     """Both sides of the threshold of every node, with all nodes before it refused."""
     parent, step = [-1, 0, 0, 0, 1, 1, 2], 2e-5
-    call = list(random_call(generator, batch=6, vocab=9, parent=parent))
+    call = list(random_call(generator, batch=24, vocab=9, parent=parent))
     weight, _ = traversal_weights(*call[:5])
-    tried, is_reached = 0, torch.ones(6, dtype=torch.bool)
+    tried, is_reached = 0, torch.ones(24, dtype=torch.bool)
     for node in call[7].tolist()[:-1]:
         usable = is_reached & ((weight[:, node] > 0.01) & (weight[:, node] < 0.99)).cpu()
         is_reached &= (weight[:, node] < 0.999).cpu()  # what comes after a sure node is never asked
