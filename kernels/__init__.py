@@ -39,37 +39,11 @@ if TYPE_CHECKING:
     from specdec.kernels.tree_expand import tree_expand
     from specdec.kernels.tree_rerank import beam_step, tree_rerank
 
-__all__ = [
-    "Backend",
-    "Beam",
-    "LaunchConfig",
-    "RerankedTree",
-    "TopK",
-    "Verdict",
-    "accept_greedy",
-    "accept_naive",
-    "accept_rejection",
-    "accept_traversal",
-    "accept_typical",
-    "add_rms_norm",
-    "beam_step",
-    "draft_heads",
-    "draft_heads_concat",
-    "kv_compact",
-    "lm_head_topk",
-    "philox_exponential",
-    "philox_uniform",
-    "rms_norm",
-    "rope_kv_write",
-    "sample_probs",
-    "sample_race",
-    "skinny_linear",
-    "swiglu",
-    "tree_attention",
-    "tree_expand",
-    "tree_rerank",
-    "warp_logits",
-]
+__all__ = ["Backend", "Beam", "LaunchConfig", "RerankedTree", "TopK", "Verdict", "accept_greedy", "accept_naive"]
+__all__ += ["accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "beam_step", "draft_heads"]
+__all__ += ["draft_heads_concat", "kv_compact", "lm_head_topk", "philox_exponential", "philox_uniform", "rms_norm"]
+__all__ += ["rope_kv_write", "sample_probs", "sample_race", "skinny_linear", "swiglu", "tree_attention", "tree_expand"]
+__all__ += ["tree_rerank", "warp_logits"]
 
 # Every other name lives in a module of its own name.
 _MODULES = {

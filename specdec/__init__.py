@@ -24,55 +24,26 @@ if TYPE_CHECKING:
     from specdec.trees.shape import TreeShape, as_tree_shape, preset_names
     from specdec.tuning.auto import load_drafter
 
-_HOMES = {
-    "AcceptanceStats": "specdec.loop.stats",
-    "CheckReport": "specdec.evaluation.checking",
-    "DecodeResult": "specdec.loop.decoder",
-    "Decoder": "specdec.loop.decoder",
-    "DraftTree": "specdec.drafting.draft_tree",
-    "Drafter": "specdec.drafting.base",
-    "Greedy": "specdec.loop.rules",
-    "Naive": "specdec.loop.rules",
-    "Rejection": "specdec.loop.rules",
-    "SpecDecodeOutput": "specdec.generation.generate",
-    "Target": "specdec.models.target.target",
-    "Traversal": "specdec.loop.rules",
-    "TreeShape": "specdec.trees.shape",
-    "Typical": "specdec.loop.rules",
-    "Verdict": "specdec.kernels.common.verdict",
-    "as_tree_shape": "specdec.trees.shape",
-    "check": "specdec.evaluation.checking",
-    "generate": "specdec.generation.generate",
-    "hf_generate": "specdec.generation.hf_generate",
-    "load_drafter": "specdec.tuning.auto",
-    "load_tiny": "specdec.bundled.load",
-    "preset_names": "specdec.trees.shape",
-}
+__all__ = ["AcceptanceStats", "CheckReport", "DecodeResult", "Decoder", "DraftTree", "Drafter", "Greedy", "Naive"]
+__all__ += ["Rejection", "SpecDecodeOutput", "Target", "Traversal", "TreeShape", "Typical", "Verdict", "as_tree_shape"]
+__all__ += ["check", "generate", "hf_generate", "load_drafter", "load_tiny", "preset_names"]
 
-__all__ = [
-    "AcceptanceStats",
-    "CheckReport",
-    "DecodeResult",
-    "Decoder",
-    "DraftTree",
-    "Drafter",
-    "Greedy",
-    "Naive",
-    "Rejection",
-    "SpecDecodeOutput",
-    "Target",
-    "Traversal",
-    "TreeShape",
-    "Typical",
-    "Verdict",
-    "as_tree_shape",
-    "check",
-    "generate",
-    "hf_generate",
-    "load_drafter",
-    "load_tiny",
-    "preset_names",
-]
+_NAMES = {
+    "specdec.bundled.load": "load_tiny",
+    "specdec.drafting.base": "Drafter",
+    "specdec.drafting.draft_tree": "DraftTree",
+    "specdec.evaluation.checking": "CheckReport check",
+    "specdec.generation.generate": "SpecDecodeOutput generate",
+    "specdec.generation.hf_generate": "hf_generate",
+    "specdec.kernels.common.verdict": "Verdict",
+    "specdec.loop.decoder": "DecodeResult Decoder",
+    "specdec.loop.rules": "Greedy Naive Rejection Traversal Typical",
+    "specdec.loop.stats": "AcceptanceStats",
+    "specdec.models.target.target": "Target",
+    "specdec.trees.shape": "TreeShape as_tree_shape preset_names",
+    "specdec.tuning.auto": "load_drafter",
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,25 +12,9 @@ import triton.language as tl
 
 from specdec.kernels.common.launch import LaunchConfig, on_device
 
-__all__ = [
-    "TILE",
-    "draw_residual",
-    "key_token",
-    "load_logits",
-    "load_parents",
-    "mass_outside",
-    "order_key",
-    "pick",
-    "pick_tile",
-    "residual",
-    "row_law",
-    "softmax_tiles",
-    "store_verdict",
-    "tile_masses",
-    "tiles_config",
-    "token_key",
-    "tree_blocks",
-]
+__all__ = ["TILE", "draw_residual", "key_token", "load_logits", "load_parents", "mass_outside", "order_key", "pick"]
+__all__ += ["pick_tile", "residual", "row_law", "softmax_tiles", "store_verdict", "tile_masses", "tiles_config"]
+__all__ += ["token_key", "tree_blocks"]
 
 TILE = 4096
 """Tokens of one vocabulary tile: 32 for each thread of four warps."""

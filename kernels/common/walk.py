@@ -14,17 +14,8 @@ import torch
 from specdec.kernels.common.check import FLOAT_DTYPES, check_num_nodes, check_parent, check_tensor
 from specdec.kernels.common.verdict import Verdict
 
-__all__ = [
-    "RESIDUAL_FLOOR",
-    "check_draft_laws",
-    "check_logits",
-    "check_walk",
-    "cut_verdict",
-    "draw",
-    "empty_verdict",
-    "softmax_masses",
-    "verdict_fields",
-]
+__all__ = ["RESIDUAL_FLOOR", "check_draft_laws", "check_logits", "check_walk", "cut_verdict", "draw", "empty_verdict"]
+__all__ += ["softmax_masses", "verdict_fields"]
 
 RESIDUAL_FLOOR = 1e-6
 """Mass, as a share of the target's, below which a residual is rounding error in fp32: the target's law replaces it."""

@@ -15,17 +15,8 @@ import triton.language as tl
 from specdec.kernels.common.launch import LaunchConfig
 from specdec.kernels.common.limits import NUM_SMS
 
-__all__ = [
-    "add_splits",
-    "arrives_last",
-    "choose_splits",
-    "publish_split",
-    "silu",
-    "split_columns",
-    "split_workspace",
-    "weight_first_dot",
-    "weight_first_tiles",
-]
+__all__ = ["add_splits", "arrives_last", "choose_splits", "publish_split", "silu", "split_columns", "split_workspace"]
+__all__ += ["weight_first_dot", "weight_first_tiles"]
 
 _STAGES_BYTES = 96 * 1024
 _MAX_SPLITS = 8

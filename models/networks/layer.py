@@ -26,15 +26,8 @@ from specdec.models.common.passes import PromptPass, TreePass
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "Attend",
-    "CachedAttention",
-    "DraftLayer",
-    "DraftLayerConfig",
-    "LayerNetworkConfig",
-    "MaskedAttention",
-    "Rotary",
-]
+__all__ = ["Attend", "CachedAttention", "DraftLayer", "DraftLayerConfig", "LayerNetworkConfig", "MaskedAttention"]
+__all__ += ["Rotary"]
 
 
 class Attend(Protocol):

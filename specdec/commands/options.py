@@ -16,21 +16,9 @@ if TYPE_CHECKING:
 
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-__all__ = [
-    "add_chat_template",
-    "add_decoding",
-    "add_pair",
-    "add_target",
-    "as_tree_option",
-    "bundled",
-    "chat_template_of",
-    "check_positive",
-    "given",
-    "hide_progress_of_loading",
-    "load_for_decoding",
-    "load_target",
-    "sampling_of",
-]
+__all__ = ["add_chat_template", "add_decoding", "add_pair", "add_target", "as_tree_option", "bundled"]
+__all__ += ["chat_template_of", "check_positive", "given", "hide_progress_of_loading", "load_for_decoding"]
+__all__ += ["load_target", "sampling_of"]
 
 
 def add_pair(parser: argparse.ArgumentParser) -> None:

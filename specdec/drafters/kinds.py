@@ -9,14 +9,7 @@ if TYPE_CHECKING:
     from specdec.drafting.base import Drafter
     from specdec.drafting.network import NetworkDrafter
 
-__all__ = [
-    "DRAFTER_KINDS",
-    "KINDS_WITHOUT_WEIGHTS",
-    "NETWORK_KINDS",
-    "drafter_class",
-    "network_class",
-    "settings_of",
-]
+__all__ = ["DRAFTER_KINDS", "KINDS_WITHOUT_WEIGHTS", "NETWORK_KINDS", "drafter_class", "network_class", "settings_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,16 +27,7 @@ from specdec.trees.shape import TreeShape
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "RECORD",
-    "TREE",
-    "WEIGHTS",
-    "DrafterRecord",
-    "TargetRecord",
-    "config_from",
-    "embeds_like",
-    "write_folder",
-]
+__all__ = ["RECORD", "TREE", "WEIGHTS", "DrafterRecord", "TargetRecord", "config_from", "embeds_like", "write_folder"]
 
 RECORD = "specdec.json"
 WEIGHTS = "model.safetensors"

@@ -6,9 +6,10 @@ only whether its tokens were drawn from laws that it knows.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
+from torch import Tensor
 
 from specdec.common.randomness import Stream, Uniforms
 from specdec.drafting.base import Drafter
@@ -27,17 +28,7 @@ from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 from specdec.trees.traversal import TraversalTables
 
-__all__ = [
-    "RULES",
-    "AcceptanceRule",
-    "Greedy",
-    "Limits",
-    "Naive",
-    "Rejection",
-    "Traversal",
-    "Typical",
-    "choose_rule",
-]
+__all__ = ["RULES", "AcceptanceRule", "Greedy", "Limits", "Naive", "Rejection", "Traversal", "Typical", "choose_rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +45,10 @@ class Limits:
     stop_tokens: torch.Tensor | None
     backend: Backend | None = None
 
-    def arguments(self) -> dict[str, Any]:
-        """As keywords of an acceptance op."""
-        return {"budget": self.budget, "stop_tokens": self.stop_tokens, "backend": self.backend}
+    def of(self, tree: DraftTree) -> dict[str, Any]:
+        """As keywords of an acceptance op, with the largest depth of the tree."""
+        limits = {"budget": self.budget, "stop_tokens": self.stop_tokens, "backend": self.backend}
+        return {"max_depth": tree.max_depth, **limits}
 
 
 class AcceptanceRule(ABC):
@@ -136,7 +128,7 @@ class Greedy(AcceptanceRule):
 
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the target's token."""
-        return accept_greedy(tree.tokens, tree.parent, scores.best, max_depth=tree.max_depth, **limits.arguments())
+        return accept_greedy(tree.tokens, tree.parent, scores.best, **limits.of(tree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +154,7 @@ class Naive(AcceptanceRule):
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the token drawn at its parent."""
         uniform = uniforms.draw(Stream.VERIFY, tree.tokens.shape[1])
-        settings = {"max_depth": tree.max_depth, **limits.arguments()}
-        return accept_naive(tree.tokens, tree.parent, scores.logits, uniform, **settings)
+        return accept_naive(tree.tokens, tree.parent, scores.logits, uniform, **limits.of(tree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,19 +175,8 @@ class Rejection(AcceptanceRule):
 
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Recursive rejection from the root down."""
-        laws, law_row = _laws(tree)
-        return accept_rejection(
-            tree.tokens,
-            tree.parent,
-            scores.logits,
-            laws,
-            law_row,
-            uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
-            uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
-            replacement=self.replacement,
-            max_depth=tree.max_depth,
-            **limits.arguments(),
-        )
+        drawn = _drawn(tree, scores, uniforms)
+        return accept_rejection(*drawn, replacement=self.replacement, **limits.of(tree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,22 +216,10 @@ class Traversal(AcceptanceRule):
 
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Traversal verification."""
-        laws, law_row = _laws(tree)
         if self.tables is None:
             raise ValueError(f"acceptance: {self.name} needs a tree of the same shape for all rows; see `prepared`")
-        return accept_traversal(
-            tree.tokens,
-            tree.parent,
-            scores.logits,
-            laws,
-            law_row,
-            uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]),
-            uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0],
-            self.tables.order,
-            self.tables.steps,
-            max_depth=tree.max_depth,
-            **limits.arguments(),
-        )
+        drawn = _drawn(tree, scores, uniforms)
+        return accept_traversal(*drawn, self.tables.order, self.tables.steps, **limits.of(tree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +253,11 @@ class Typical(AcceptanceRule):
             None,
             threshold=self.threshold,
             alpha=self.alpha,
-            max_depth=tree.max_depth,
-            **limits.arguments(),
+            **limits.of(tree),
         )
 
+
+_Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 RULES: dict[str, type[AcceptanceRule]] = {one.name: one for one in (Greedy, Naive, Rejection, Traversal, Typical)}
 
@@ -324,10 +293,12 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
     return rule
 
 
-def _laws(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn(tree: DraftTree, scores: Scores, uniforms: Uniforms) -> _Drawn:
+    """What the ops take that judge candidates by the laws which they were drawn from."""
     if tree.laws is None or tree.law_row is None:
         raise ValueError("acceptance: expected a tree with the laws that its tokens were drawn from, got one without")
-    return tree.laws, tree.law_row
+    uniform, last = uniforms.draw(Stream.VERIFY, tree.tokens.shape[1]), uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0]
+    return tree.tokens, tree.parent, scores.logits, tree.laws, tree.law_row, uniform, last
 
 
 def _takes_first_ranks(shape: TreeShape | DynamicTree) -> bool:

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 
 from specdec.trees.plan import TreePlan
 from specdec.trees.shape import MAX_NODES, TreeLike, TreeShape, as_tree_shape
-from specdec.trees.text import FORMAT_VERSION, check_keys, parse_json
+from specdec.trees.text import FORMAT_VERSION, JsonFile, check_keys, parse_json
 
 __all__ = ["AnyTreeLike", "DynamicTree", "as_tree", "load_tree"]
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicTree:
+class DynamicTree(JsonFile):
     """A tree that a drafter grows anew at every step from its most probable paths, and then prunes to the best nodes.
 
     Attributes:
@@ -70,15 +70,7 @@ class DynamicTree:
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "tree") -> "DynamicTree":
-        """The tree that `to_json` wrote, as a JSON reader returned it.
-
-        Args:
-            data: the file's content.
-            source: where it came from, named by errors.
-
-        Raises:
-            ValueError: anything that `to_json` cannot have written; the message names the source.
-        """
+        """The tree that `to_json` wrote, as a JSON reader returned it; errors as in `JsonFile`."""
         check_keys(data, {"version", "dynamic"}, source)
         try:
             return cls(**data["dynamic"])

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.common.files import replace_file
 from specdec.trees.shape import TreeShape
-from specdec.trees.text import FORMAT_VERSION, check_keys, parse_json
+from specdec.trees.text import FORMAT_VERSION, JsonFile, check_keys, parse_json
 
 __all__ = ["PlanRow", "TreePlan", "read_plan"]
 
@@ -38,7 +37,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TreePlan:
+class TreePlan(JsonFile):
     """Which tree to draft, and the estimate behind it; `str` is a table.
 
     Attributes:
@@ -92,15 +91,7 @@ class TreePlan:
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "plan") -> "TreePlan":
-        """The plan that `to_json` wrote, as a JSON reader returned it.
-
-        Args:
-            data: the file's content.
-            source: where it came from, named by errors.
-
-        Raises:
-            ValueError: anything that `to_json` cannot have written; the message names the source.
-        """
+        """The plan that `to_json` wrote, as a JSON reader returned it; errors as in `JsonFile`."""
         check_keys(data, {"version", "plan", "tree"}, source)
         tree = TreeShape.from_dict(data["tree"], source=f"{source}: tree")
         try:
@@ -111,21 +102,6 @@ class TreePlan:
         except (TypeError, ValueError, KeyError, StopIteration) as error:
             raise ValueError(f"{source}: plan: expected what specdec tune writes, got an error: {error!r}") from error
         return plan
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file, in one step."""
-        replace_file(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "TreePlan":
-        """Read a file that `save` wrote.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it is no such file.
-        """
-        source = os.fspath(path)
-        return cls.from_dict(parse_json(Path(path).read_bytes(), source), source=source)
 
 
 def read_plan(path: str | os.PathLike[str]) -> TreePlan | None:

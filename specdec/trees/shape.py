@@ -18,18 +18,17 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
-from specdec.common.files import replace_file
 from specdec.trees.presets import ALIASES, preset_children, preset_names, suggestion
 from specdec.trees.text import (
     FORMAT_VERSION,
     MAX_NODES,
     MAX_RANK,
+    JsonFile,
     check_keys,
     draw_below,
     parse_json,
@@ -40,7 +39,7 @@ __all__ = ["MAX_NODES", "TreeLike", "TreeShape", "as_tree_shape", "preset_names"
 
 
 @dataclass(frozen=True, repr=False)
-class TreeShape:
+class TreeShape(JsonFile):
     """Static topology of a draft tree; immutable, hashable, equal when the trees are equal.
 
     Usually built by `chain`, `from_k_config`, `from_paths`, `preset` or `load`. Every array below is computed on first
@@ -291,15 +290,7 @@ class TreeShape:
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "tree") -> "TreeShape":
-        """The tree that `to_dict` describes.
-
-        Args:
-            data: what a JSON reader returned.
-            source: where it came from, named by errors.
-
-        Raises:
-            ValueError: anything that `to_dict` cannot have written; the message names the source and the field.
-        """
+        """The tree that `to_dict` describes; errors as in `JsonFile`."""
         check_keys(data, {"version", "children"}, source)
         return cls.from_paths(read_children(data["children"], f"{source}: children"))
 
@@ -314,20 +305,6 @@ class TreeShape:
     def from_json(cls, text: str | bytes, *, source: str = "tree") -> "TreeShape":
         """The tree that `to_json` wrote; errors as in `from_dict`."""
         return cls.from_dict(parse_json(text, source), source=source)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file, in one step; missing folders are made."""
-        replace_file(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "TreeShape":
-        """Read a file that `save` wrote.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it is not such a file; the message names the file and the field.
-        """
-        return cls.from_json(Path(path).read_bytes(), source=os.fspath(path))
 
     # For people
 

@@ -1,19 +1,73 @@
 """Trees as text: reading their JSON form, and drawing them. `specdec.trees.shape` holds the trees themselves."""
 
 import json
+import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from specdec.common.files import replace_file
 from specdec.kernels.common.limits import MAX_NODES
 
-__all__ = ["FORMAT_VERSION", "MAX_NODES", "MAX_RANK", "check_keys", "draw_below", "parse_json", "read_children"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MAX_NODES",
+    "MAX_RANK",
+    "JsonFile",
+    "check_keys",
+    "draw_below",
+    "parse_json",
+    "read_children",
+]
 
 MAX_RANK = 2**31 - 1
 """Largest rank: ranks travel as int32."""
 
 FORMAT_VERSION = 1
 _RANK_PATH = re.compile(r"(0|[1-9][0-9]{0,9})(\.(0|[1-9][0-9]{0,9}))*")
+
+
+class JsonFile(ABC):
+    """What is saved as one JSON file."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The text of the file."""
+
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, data: Any, *, source: str = "file") -> "Self":
+        """What `to_json` wrote, as a JSON reader returned it.
+
+        Args:
+            data: the file's content.
+            source: where it came from, named by errors.
+
+        Raises:
+            ValueError: anything that `to_json` cannot have written; the message names the source and the field.
+        """
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file, in one step; missing folders are made."""
+        replace_file(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Self":
+        """Read a file that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not such a file; the message names the file and the field.
+        """
+        source = os.fspath(path)
+        return cls.from_dict(parse_json(Path(path).read_bytes(), source), source=source)
 
 
 def parse_json(text: str | bytes, source: str) -> Any:
