@@ -126,12 +126,6 @@ def make_batch(model, generator, batch_size=3, length=11):
     return TrainingBatch(tokens, labels, mask, output.hidden_states[-1], output.logits)
 
 
-def least_teacher_loss(batch, num_heads):
-    """Entropy of the target where each head learns from it: what no head gets below."""
-    entropy = torch.distributions.Categorical(logits=batch.logits).entropy()
-    return sum(float(entropy[:, head + 1 : -1][batch.loss_mask[:, head + 2 :]].mean()) for head in range(num_heads))
-
-
 OBJECTIVES = {"hydra": HydraObjective, "hydra++": HydraPlusPlusObjective}
 
 
@@ -180,29 +174,6 @@ def test_training_sees_the_logits_that_drafting_computes(kind, monkeypatch, gene
         propose(Hydra(network, TreeShape.chain(3)), model, tokens[: last + 1], int(tokens[last + 1]), choose=drafted)
         for logits, of_head in zip(drafted.logits, trained, strict=True):
             torch.testing.assert_close(logits[0, 0], of_head[last], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", OBJECTIVES)
-def test_training_changes_the_network_and_nothing_else(kind, generator):
-    torch.manual_seed(0)
-    model = build_model("llama")
-    objective = OBJECTIVES[kind].new(Target(model), num_heads=3, dropout=0.0)
-    assert objective.drafter().kind == kind
-    batch = make_batch(model, generator)
-    floor = 0.0 if kind == "hydra" else least_teacher_loss(batch, num_heads=3)
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = objective(batch)["loss"]
-        loss.backward()
-        losses.append(float(loss.detach()) - floor)
-        optimizer.step()
-    assert 0 < losses[-1] < 0.3 * losses[0]
-    trained = {name.removeprefix("network.") for name, _ in objective.named_parameters()}
-    assert trained == set(objective.network.state_dict())
-    assert all(parameter.grad.any() for parameter in objective.parameters())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_an_untrained_network_starts_from_the_targets_lm_head():
