@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from specdec.trees.plan import PlanRow, TreePlan
 from specdec.trees.shape import TreeShape
 
-__all__ = ["StepCosts", "plan_tree", "ranked_nodes", "reach_from_depths", "subtree"]
+__all__ = ["StepCosts", "plan_tree", "ranked_nodes", "subtree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +62,6 @@ class StepCosts:
         return self.pass_ms[low] + share * (self.pass_ms[high] - self.pass_ms[low])
 
 
-def reach_from_depths(shape: TreeShape, acceptance_at_depth: Sequence[float]) -> list[float]:
-    """Reach of every node from acceptance by depth alone, where nobody measured nodes.
-
-    The chance that one of a node's children is right is shared out among them by rank: each gets half of what the one
-    before it gets.
-
-    Args:
-        shape: the tree.
-        acceptance_at_depth: entry d - 1 is the chance that a node at depth d is accepted, given that one at depth d - 1
-            was; the last entry holds for all further depths.
-
-    Raises:
-        ValueError: no entry, or one that is no probability.
-    """
-    if not acceptance_at_depth or not all(0 <= chance <= 1 for chance in acceptance_at_depth):
-        raise ValueError(f"acceptance_at_depth: expected probabilities, at least one, got {list(acceptance_at_depth)}")
-    reach = [1.0] + [0.0] * shape.num_draft_tokens
-    for node, children in enumerate(shape.children):
-        weights = [0.5 ** shape.rank[child] for child in children]
-        depth = int(shape.depth[node])
-        chance = acceptance_at_depth[min(depth, len(acceptance_at_depth) - 1)]
-        for child, weight in zip(children, weights, strict=True):
-            reach[child] = reach[node] * chance * weight / sum(weights)
-    return reach
-
-
 def ranked_nodes(shape: TreeShape, reach: Sequence[float]) -> list[int]:
     """All nodes by falling reach, the root first and every parent before its children.
 
@@ -119,7 +93,7 @@ def plan_tree(
 
     Args:
         shape: the drafter's tree: what is chosen is a part of it.
-        reach: chance that the target's path runs through each node, measured or from `reach_from_depths`.
+        reach: chance that the target's path runs through each node.
         costs: what a step costs.
         batch_size: rows that are decoded together.
         place: where the costs were measured, for people.

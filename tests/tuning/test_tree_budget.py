@@ -21,7 +21,7 @@ from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree, load_tree
 from specdec.trees.plan import TreePlan, read_plan
 from specdec.trees.shape import TreeShape
-from specdec.tuning.budget import StepCosts, plan_tree, ranked_nodes, reach_from_depths, subtree
+from specdec.tuning.budget import StepCosts, plan_tree, subtree
 from specdec.tuning.measure import measure_ms, measure_reach, probe_prompts, replayed, tune, with_tree
 
 TREE = TreeShape.from_k_config((2, 2))  # 0; 1 2; 3 4 below 1, 5 6 below 2
@@ -112,16 +112,6 @@ def test_costs_are_interpolated_and_never_extrapolated():
         costs.at(17)
 
 
-def test_reach_from_depths_halves_by_rank():
-    reach = reach_from_depths(TREE, [0.6, 0.3])
-    assert reach == pytest.approx([1, 0.4, 0.2, 0.4 * 0.2, 0.4 * 0.1, 0.2 * 0.2, 0.2 * 0.1])
-    assert sum(reach_from_depths(TreeShape.chain(3), [0.5])) == 1.875
-    deep = reach_from_depths(TreeShape.preset("medusa/mc_sim_7b_63"), [0.7, 0.6, 0.5, 0.4])
-    order = ranked_nodes(TreeShape.preset("medusa/mc_sim_7b_63"), deep)
-    shape = TreeShape.preset("medusa/mc_sim_7b_63")
-    assert all(subtree(shape, order[:size]).num_nodes == size for size in range(1, 65))  # each prefix is a tree
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -132,7 +122,6 @@ def test_reach_from_depths_halves_by_rank():
         (lambda: plan_tree(TREE, [1, 0.1, 0.2, 0.3, 0, 0, 0], FLAT, batch_size=1), "reach: expected node 3 below"),
         (lambda: plan_tree(TREE, REACH, StepCosts({1: 1.0}, [0.0]), batch_size=1), "draft_ms: expected an entry"),
         (lambda: plan_tree(TREE, REACH, FLAT, batch_size=65), "num_rows: expected at most 64"),
-        (lambda: reach_from_depths(TREE, [1.5]), "acceptance_at_depth: expected probabilities"),
     ],
 )
 def test_bad_tables_are_refused(call, message):
@@ -282,7 +271,7 @@ def test_auto_measures_and_cuts(tiny, monkeypatch):
     costs = StepCosts({1: 1.0, 16: 1.5}, [0, 0.1, 0.2, 0.3])
 
     def plan(target, drafter):
-        return plan_tree(drafter.shape, reach_from_depths(drafter.shape, [0.5]), costs, batch_size=1)
+        return plan_tree(drafter.shape, [0.5**depth for depth in drafter.shape.depth], costs, batch_size=1)
 
     monkeypatch.setattr("specdec.tuning.auto.tune", plan)
     whole = specdec.load_drafter(tiny_drafter("medusa"), target)
