@@ -67,7 +67,7 @@ def test_every_acceptance_rule_is_everywhere(rule):
 @pytest.mark.parametrize(("task", "places"), [("drafter", PLACES), ("acceptance rule", RULE_PLACES)])
 def test_the_checklists_name_every_place(task, places):
     guide = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    found = re.search(rf"^## Adding an? {task}$(.*?)^## ", guide, re.MULTILINE | re.DOTALL)
-    assert found, f"CONTRIBUTING.md has no section about adding: {task}"
+    found = re.search(rf"^\*\*An? {task}\*\*(.*?)^(\*\*|## )", guide, re.MULTILINE | re.DOTALL)
+    assert found, f"CONTRIBUTING.md has no checklist for adding: {task}"
     lacking = [place for place in (one.partition(" ")[0] for one in places) if place not in found[1]]
     assert not lacking, f"CONTRIBUTING.md, adding: {task}, does not name {', '.join(lacking)}"

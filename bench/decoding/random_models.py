@@ -15,9 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.bench.common.shapes import ModelShape
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.kinds import network_class
-from specdec.drafters.lookahead import Lookahead
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS, drafter_class, network_class
 from specdec.drafting.base import Drafter
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
@@ -28,6 +26,10 @@ __all__ = ["DRAFTERS", "random_drafter", "random_target"]
 _SPREAD = 0.02
 _LAYERS_SHARE = 0.035  # of _SPREAD: all layers together stay well below the embedding in the residual stream
 _LOW_RANK = 128
+
+
+def _without_weights(kind: str) -> Callable[[Target], Drafter]:
+    return lambda _target: drafter_class(kind).from_settings(None)
 
 
 def random_target(
@@ -143,7 +145,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "hydra": _network("hydra"),
     "parallelspec_medusa": _network("parallelspec", variant="medusa"),
     "draft_model": _small_model,
-    "lookahead": lambda _target: Lookahead(),
-    "prompt_lookup": lambda _target: PromptLookup(),
+    **{kind: _without_weights(kind) for kind in KINDS_WITHOUT_WEIGHTS if kind != "none"},
 }
 """Makers of drafters by name, the most telling first."""
