@@ -256,10 +256,12 @@ def _drafter_maker(rng: random.Random, call: Call, shape: TreeShape | DynamicTre
             return lambda: model
         return lambda: DraftModel(model, shape)
     made = make_drafter(kind)
+    if kind in WITHOUT_TREE:
+        return lambda: made
     if rng.random() < 0.3:
-        same = type(made)(made.network, shape)
+        same = made.with_tree(shape)
         return lambda: same
-    return lambda: type(made)(made.network, shape)
+    return lambda: made.with_tree(shape)
 
 
 def _add_prompt(rng: random.Random, call: Call, settings: dict[str, Any], stops: list[int]) -> None:
