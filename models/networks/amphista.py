@@ -92,8 +92,8 @@ class _BlockLayer(nn.Module):
 class AmphistaNetwork(DraftNetwork):
     """The network; the target's embedding is handed in, everything else is its own.
 
-    `adapt` runs over the text and has a cache; `speak` and `logits` run at one place. A network of the right shapes is
-    built with random weights; `start_from` gives it those that training begins with.
+    `adapt` runs over the text and has a cache; `lm_states` and `logits` run at one place. A network of the right shapes
+    is built with random weights; `start_from` gives it those that training begins with.
     """
 
     config_class = AmphistaConfig
@@ -141,7 +141,7 @@ class AmphistaNetwork(DraftNetwork):
         # two adaptation layers give (h1, h2); with fewer there is one state for all heads
         return stages[min(1, len(stages) - 1)], stages[-1]
 
-    def speak(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def lm_states(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """States of all heads, after they have seen each other.
 
         Args:
@@ -178,7 +178,7 @@ class AmphistaNetwork(DraftNetwork):
     ) -> torch.Tensor:
         """States of all heads after every pair, [B, T, K, C]; arguments as in `adapt`."""
         first, second = self.adapt(features, embedded, positions, attend)
-        return self.speak(first.flatten(0, 1), second.flatten(0, 1)).unflatten(0, first.shape[:2])
+        return self.lm_states(first.flatten(0, 1), second.flatten(0, 1)).unflatten(0, first.shape[:2])
 
     @torch.no_grad()
     def start_from(self, lm_head: torch.Tensor) -> None:

@@ -85,8 +85,8 @@ class EagleNetwork(DraftNetwork):
 
     def logits(self, states: torch.Tensor, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Logits [.., V] of the token after next, of the target's `lm_head` on `states [.., C]` of `forward`."""
-        return lm_head(self.speak(states))
+        return lm_head(self.lm_states(states))
 
-    def speak(self, states: torch.Tensor) -> torch.Tensor:
+    def lm_states(self, states: torch.Tensor) -> torch.Tensor:
         """What enters the LM head: [.., C] of `forward` as they are."""
         return states

@@ -185,9 +185,9 @@ class Eagle3Network(DraftNetwork):
         Returns:
             [.., num_draft_tokens].
         """
-        return (lm_head if self.lm_head is None else self.lm_head)(self.speak(states))
+        return (lm_head if self.lm_head is None else self.lm_head)(self.lm_states(states))
 
-    def speak(self, states: torch.Tensor) -> torch.Tensor:
+    def lm_states(self, states: torch.Tensor) -> torch.Tensor:
         """What enters the LM head, the target's or its own: [.., C] of `forward` to [.., C]."""
         return states if self.config.norm_output else self.norm(states)
 

@@ -71,7 +71,7 @@ class Amphista(NetworkDrafter):
         first, second = self._adapt(pairs)
         self._prefix.advance()
         # every head is heard by the others; LM heads are needed for the tree's levels alone
-        states = self.network.speak(pairs.last(first), pairs.last(second))
+        states = self.network.lm_states(pairs.last(first), pairs.last(second))
         levels = slice(self.shape.max_depth)
         candidates = choose_from(choose, self.network.lm_heads(levels), states[:, levels], self._num_ranks)
         return self._template.expand(candidates, root)

@@ -127,7 +127,7 @@ class Eagle(NetworkDrafter):
         tokens, logps, parents = [], [], []
         first_index = 0
         for depth in range(shape.max_depth):
-            best = self._heads.best(self.network.speak(states), width)
+            best = self._heads.best(self.network.lm_states(states), width)
             tokens.append(self._as_target(best.tokens))
             beam = beam_step(
                 tokens[-1],
@@ -185,7 +185,7 @@ class Eagle(NetworkDrafter):
 
     def _choose(self, states: torch.Tensor, choose: Choose) -> Candidates:
         """Candidates after each of `states [B, n, C]`, as tokens of the target."""
-        return choose_from(choose, self._heads, self.network.speak(states), self._num_ranks)
+        return choose_from(choose, self._heads, self.network.lm_states(states), self._num_ranks)
 
     def _as_target(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the network proposes as int64 tokens of the target."""

@@ -203,6 +203,7 @@ def _draft_ms(
         lengths=torch.full((text.shape[0],), text.shape[1], dtype=torch.int32, device=target.device),
         max_length=text.shape[1] + 1,
     )
+    root = prompt.tokens[:, -1].int()
     first_level = subtree(shape, list(shape.levels[1]))
     times = {}
     for tree in (first_level, shape):
@@ -215,13 +216,13 @@ def _draft_ms(
 
             one.start(prompt, output)
             counters = [(tensor, tensor.clone()) for tensor in tensors_of(one) if not tensor.is_floating_point()]
-            one.draft(prompt.lengths, Best())
+            one.draft(root, Best())
             moved = [(tensor, before) for tensor, before in counters if not torch.equal(tensor, before)]
 
             def draft(one: Drafter = one, moved: list[tuple[torch.Tensor, torch.Tensor]] = moved) -> object:
                 for tensor, before in moved:  # a draft goes on from where the last one ended
                     tensor.copy_(before)
-                return one.draft(prompt.lengths, Best())
+                return one.draft(root, Best())
 
             times[tree.max_depth] = measure(draft)
     drafter.bind(target)

@@ -68,7 +68,7 @@ def test_a_tree_of_the_root_alone_is_plain_decoding(generator):
 
 
 def head_logits(network, first, second):
-    return network.logits(network.speak(first, second), slice(None))[0]
+    return network.logits(network.lm_states(first, second), slice(None))[0]
 
 
 @torch.no_grad()

@@ -47,14 +47,14 @@ def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwor
 
 def record_logits(network, model) -> list[torch.Tensor]:
     """Keep the logits of every pass; when drafting [B, n, draft vocabulary], in the order of feeding."""
-    passes, speak = [], network.speak
+    passes, lm_states = [], network.lm_states
     lm_head = getattr(network, "lm_head", None) or model.get_output_embeddings()
 
     def recording(states):
-        passes.append(lm_head(speak(states)))
-        return speak(states)
+        passes.append(lm_head(lm_states(states)))
+        return lm_states(states)
 
-    network.speak = recording
+    network.lm_states = recording
     return passes
 
 

@@ -65,8 +65,8 @@ def test_a_trained_drafter_is_accepted(generator):
     """Heads that have learnt what the target says of a text propose just that when it says it again."""
     model = build_model("llama")
     prompt = random_prompts(generator, [4])[0]
-    said = Decoder(model).decode([prompt], 24).tokens[0]
-    text = torch.cat((prompt, torch.tensor(said)))[None]
+    written = Decoder(model).decode([prompt], 24).tokens[0]
+    text = torch.cat((prompt, torch.tensor(written)))[None]
     batch = read_by(model, text)
     torch.manual_seed(0)
     objective = AmphistaObjective.new(Target(model), alignment_weight=0.0)
@@ -77,5 +77,5 @@ def test_a_trained_drafter_is_accepted(generator):
         optimiser.step()
     drafter = objective.drafter(TreeShape.chain(4))
     result = Decoder(model, drafter).decode([prompt], 21)
-    assert result.tokens[0] == said[:21]
+    assert result.tokens[0] == written[:21]
     assert result.stats.num_emitted == [[5, 5, 5, 5]]
