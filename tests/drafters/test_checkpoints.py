@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 import specdec
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
+from lib.published_files import random_heads
 from specdec.common.files import replace_file, replace_folder
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import NETWORK_KINDS, settings_of
@@ -35,10 +36,7 @@ def target():
 
 @pytest.fixture
 def heads(generator):
-    heads = MedusaHeads(MedusaConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads=3, num_layers=2))
-    for parameter in heads.parameters():
-        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
-    return heads
+    return random_heads(generator)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from lib.eagle_checks import DRAFT_TOKENS, Literal, drafter_of
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, random_prompts
 from lib.hydra_equations import LAYER, random_network
 from specdec.models.networks.hydra import HydraConfig
+from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 from specdec.trees.shape import TreeShape
 
 DRAFT_VOCAB = len(DRAFT_TOKENS)
@@ -157,3 +158,11 @@ def falcon_file(model, width=HIDDEN_SIZE):
     tensors = {name: 0.2 * torch.randn(size, generator=generator) for name, size in sizes.items()}
     config = file_config(hidden_size=width, k_mask=3, rms_norm_eps=1e-5, rope_theta=1000000.0)
     return tensors, config
+
+
+def random_heads(generator):
+    """Medusa's heads, all of whose parameters matter."""
+    heads = MedusaHeads(MedusaConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads=3, num_layers=2))
+    for parameter in heads.parameters():
+        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    return heads

@@ -18,6 +18,7 @@ from lib.recorder import Recorder, references_as_kernels, storages
 from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.drafters.load import load_drafter
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.generation.generate import KEPT
 from specdec.loop.captured import LAG, MAX_RECORDINGS, batch_bucket, length_bucket
 from specdec.loop.decoder import Decoder
 from specdec.loop.graphs import CannotCaptureError
@@ -393,6 +394,10 @@ def test_generate_keeps_what_was_captured_with_the_drafter(generator, monkeypatc
     assert recorder.num_recorded == 2
     specdec.generate(target, "lookahead", torch.tensor([[1, 2, 3]]), max_new_tokens=9)
     assert recorder.num_recorded == 2, "a drafter of one call alone captures nothing"
+    kept = weakref.ref(KEPT[drafter])
+    del drafter
+    gc.collect()
+    assert kept() is None, "a decoder lives as long as the drafter that it is kept by"
 
 
 class Allocations(TorchDispatchMode):

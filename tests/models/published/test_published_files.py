@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import specdec
 from lib.eagle_checks import random_network as random_eagle
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
-from lib.published_files import falcon_file, hydra_file, network_as_published
+from lib.published_files import falcon_file, hydra_file, network_as_published, random_heads
 from specdec.drafters.medusa import Medusa
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 from specdec.models.published import medusa
@@ -24,10 +24,7 @@ def target():
 
 @pytest.fixture
 def heads(generator):
-    heads = MedusaHeads(MedusaConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads=3, num_layers=2))
-    for parameter in heads.parameters():
-        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
-    return heads
+    return random_heads(generator)
 
 
 def same_state(one, other):
