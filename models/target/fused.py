@@ -10,10 +10,8 @@ for a `TreePass` with `fused` set and hands every other call to the layer's clas
 run what they always ran. A layer normalises its sum for the layer after it, which is one kernel instead of two: the
 pair travels beside the ordinary output and is used only where that very tensor comes in again.
 
-Packed weights: the parameters of q_proj, k_proj and v_proj (and of gate_proj and up_proj) become views of one tensor
-that holds them one after the other. They stay the same `Parameter` objects with the same values, and stay views when
-decoding is over; only `data_ptr` has changed. It costs a copy of one group of weights at a time, once per model, and no
-memory afterwards. What moves them apart again (`model.to`, `model.half`) is noticed and mended the next time.
+Packed weights: q_proj, k_proj and v_proj (and gate_proj and up_proj) live in one tensor from then on, also when
+decoding is over (`specdec.models.common.packing`).
 
 Left as it is, part by part: whatever is no plain `nn.Linear`, norm, attention or MLP of those classes (quantized, LoRA,
 sharded), shares its weights with another module or its memory with other tensors, carries hooks, or has a `forward` of
@@ -22,7 +20,7 @@ someone else (offloading, compiled or replaced layers).
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,6 +36,7 @@ from specdec.kernels.rms_norm import MAX_WIDTH, add_rms_norm, rms_norm
 from specdec.kernels.rope_kv_write import rope_kv_write
 from specdec.kernels.swiglu import swiglu
 from specdec.models.common.cache import KVCache
+from specdec.models.common.packing import Packer, is_bare, is_free
 from specdec.models.common.passes import TreePass
 from specdec.models.target.families import FAMILIES
 
@@ -48,7 +47,6 @@ _ATTENTIONS = {family.attention: family for family in _FUSED}
 _LAYERS, _MLPS, _NORMS = ({getattr(family, part) for family in _FUSED} for part in ("layer", "mlp", "norm"))
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
-_RECORDERS = "transformers.utils.output_capturing"
 
 _logger = logging.getLogger(__name__)
 
@@ -80,8 +78,8 @@ def _plan(model: PreTrainedModel) -> list[tuple[nn.Module, Any]]:
     if not isinstance(layers, nn.ModuleList) or dtype not in _DTYPES:
         return []
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    packer = _Packer(dtype, {identity for identity, count in uses.items() if count > 1})
-    chosen = [type(layer) in _LAYERS and _is_free(layer) for layer in layers]
+    packer = Packer(dtype, {identity for identity, count in uses.items() if count > 1})
+    chosen = [type(layer) in _LAYERS and is_free(layer) for layer in layers]
     state = _State()
     final = _Norm(getattr(decoder, "norm", None), dtype)
     following: _Norm | None = final if final.is_fused else None
@@ -161,7 +159,7 @@ class _Norm:
         self.module = module
         self.is_fused: bool = (
             type(module) in _NORMS
-            and _is_bare(module)
+            and is_bare(module)
             and module.weight.dtype == dtype
             and module.weight.shape[0] <= MAX_WIDTH
         )
@@ -204,7 +202,7 @@ class _Layer:
         packer: packs weights.
     """
 
-    def __init__(self, layer: Any, following: _Norm | None, state: _State, packer: "_Packer") -> None:
+    def __init__(self, layer: Any, following: _Norm | None, state: _State, packer: Packer) -> None:
         self.layer = layer
         self.following = following
         self.state = state
@@ -253,10 +251,10 @@ class _Attention:
         self.window: int | None = getattr(window_of, "sliding_window", None)
 
     @classmethod
-    def of(cls, module: Any, packer: "_Packer") -> "_Attention | None":
+    def of(cls, module: Any, packer: Packer) -> "_Attention | None":
         """For a module of a known class; None where it must stay as it is."""
         head_dim = getattr(module, "head_dim", 1)
-        if type(module) not in _ATTENTIONS or not _is_bare(module) or head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+        if type(module) not in _ATTENTIONS or not is_bare(module) or head_dim % 2 or head_dim > _MAX_HEAD_DIM:
             return None
         packed = packer.pack(_qkv(module))
         return None if packed is None else cls(module, *packed, packer.dtype)
@@ -291,9 +289,9 @@ class _MLP:
         self.bias = bias
 
     @classmethod
-    def of(cls, module: Any, packer: "_Packer") -> "_MLP | None":
+    def of(cls, module: Any, packer: Packer) -> "_MLP | None":
         """For a module of a known class; None where it must stay as it is."""
-        if type(module) not in _MLPS or not _is_bare(module) or type(module.act_fn) not in (SiLUActivation, nn.SiLU):
+        if type(module) not in _MLPS or not is_bare(module) or type(module.act_fn) not in (SiLUActivation, nn.SiLU):
             return None
         packed = packer.pack([module.gate_proj, module.up_proj])
         return None if packed is None else cls(module, *packed)
@@ -303,90 +301,5 @@ class _MLP:
         return cast(torch.Tensor, self.module.down_proj(gated))
 
 
-class _Packer:
-    """Turns the weights of several linear layers into views of one tensor.
-
-    Args:
-        dtype: of the model.
-        tied: ids of parameters that several modules use.
-    """
-
-    def __init__(self, dtype: torch.dtype, tied: set[int]) -> None:
-        self.dtype = dtype
-        self.num_packed = 0
-        self._tied = tied
-
-    def pack(self, linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Weight and bias of the layers as one; None if one of them must be left alone."""
-        if any(type(linear) is not nn.Linear or not _is_bare(linear) for linear in linears):
-            return None
-        weights: list[nn.Parameter] = [linear.weight for linear in linears]
-        biases: list[nn.Parameter | None] = [linear.bias for linear in linears]
-        given = [bias for bias in biases if bias is not None]
-        if len(given) not in (0, len(biases)) or not all(map(self._may_move, (*weights, *given))):
-            return None
-        is_packed = _joined(weights) is not None and (not given or _joined(given) is not None)
-        if not is_packed:
-            # a parameter that is part of some other storage would leave its memory behind and break who shares it
-            if any(part.untyped_storage().nbytes() != part.nbytes for part in (*weights, *given)):
-                return None
-            for group in (weights, given):
-                _move_together(group)
-            self.num_packed += 1
-        weight = _joined(weights)
-        assert weight is not None
-        return weight, _joined(given) if given else None
-
-    def _may_move(self, parameter: nn.Parameter) -> bool:
-        return (
-            type(parameter) is nn.Parameter
-            and type(parameter.data) is torch.Tensor
-            and parameter.dtype == self.dtype
-            and parameter.is_contiguous()
-            and not parameter.is_inference()
-            and id(parameter) not in self._tied
-            and not (parameter.device.type == "cpu" and parameter.is_shared())
-        )
-
-
-def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-    """The parameters as one tensor, if they lie one after the other in one storage."""
-    first = parameters[0].detach()
-    storage, place, num_rows = first.untyped_storage().data_ptr(), first.data_ptr(), 0
-    for parameter in parameters:
-        if parameter.untyped_storage().data_ptr() != storage or parameter.data_ptr() != place:
-            return None
-        if parameter.shape[1:] != first.shape[1:]:
-            return None
-        place += parameter.nbytes
-        num_rows += parameter.shape[0]
-    return first.as_strided((num_rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def _move_together(parameters: Sequence[nn.Parameter]) -> None:
-    """Copy the parameters into one storage and let them live there."""
-    if not parameters:
-        return
-    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could never be trained again
-        packed = torch.cat([parameter.detach() for parameter in parameters])
-        for parameter, part in zip(parameters, packed.split([len(one) for one in parameters]), strict=True):
-            parameter.data = part
-
-
 def _qkv(attention: Any) -> list[Any]:
     return [attention.q_proj, attention.k_proj, attention.v_proj]
-
-
-def _is_free(module: nn.Module) -> bool:
-    """Whether its forward is that of its class; hooks around it go on working."""
-    own = vars(module).get("forward")
-    # transformers 5.0 leaves the class's own method behind where it has recorded outputs
-    is_own = own is None or getattr(own, "__func__", None) is type(module).forward
-    return is_own and module._compiled_call_impl is None
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether nothing but its forward happens when it is called, so that it need not be called."""
-    # the hooks that transformers leaves behind do nothing unless it records outputs at that moment
-    foreign = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", None) != _RECORDERS]
-    return _is_free(module) and not foreign and not module._forward_pre_hooks

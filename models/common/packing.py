@@ -1,0 +1,104 @@
+"""Weights of several linear layers as one tensor, so that one matrix product does the work of all of them.
+
+The parameters become views of one tensor that holds them one after the other. They stay the same `Parameter` objects
+with the same values; only `data_ptr` has changed. It costs a copy of one group of weights at a time, once, and no
+memory afterwards. What moves them apart again (`model.to`, `model.half`) is noticed and mended at the next packing.
+
+Left alone: whatever is no plain `nn.Linear`, shares its weights with another module or its memory with other tensors,
+carries hooks, or has a `forward` of someone else (offloading, compiled or replaced layers).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Packer", "is_bare", "is_free"]
+
+_RECORDERS = "transformers.utils.output_capturing"
+
+
+class Packer:
+    """Turns the weights of several linear layers into views of one tensor.
+
+    Args:
+        dtype: of the model.
+        tied: ids of parameters that several modules use.
+    """
+
+    def __init__(self, dtype: torch.dtype, tied: set[int]) -> None:
+        self.dtype = dtype
+        self.num_packed = 0
+        self._tied = tied
+
+    def pack(self, linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias of the layers as one; None if one of them must be left alone."""
+        if any(type(linear) is not nn.Linear or not is_bare(linear) for linear in linears):
+            return None
+        weights: list[nn.Parameter] = [linear.weight for linear in linears]
+        biases: list[nn.Parameter | None] = [linear.bias for linear in linears]
+        given = [bias for bias in biases if bias is not None]
+        if len(given) not in (0, len(biases)) or not all(map(self._may_move, (*weights, *given))):
+            return None
+        is_packed = _joined(weights) is not None and (not given or _joined(given) is not None)
+        if not is_packed:
+            # a parameter that is part of some other storage would leave its memory behind and break who shares it
+            if any(part.untyped_storage().nbytes() != part.nbytes for part in (*weights, *given)):
+                return None
+            for group in (weights, given):
+                _move_together(group)
+            self.num_packed += 1
+        weight = _joined(weights)
+        assert weight is not None
+        return weight, _joined(given) if given else None
+
+    def _may_move(self, parameter: nn.Parameter) -> bool:
+        return (
+            type(parameter) is nn.Parameter
+            and type(parameter.data) is torch.Tensor
+            and parameter.dtype == self.dtype
+            and parameter.is_contiguous()
+            and not parameter.is_inference()
+            and id(parameter) not in self._tied
+            and not (parameter.device.type == "cpu" and parameter.is_shared())
+        )
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
+    """The parameters as one tensor, if they lie one after the other in one storage."""
+    first = parameters[0].detach()
+    storage, place, num_rows = first.untyped_storage().data_ptr(), first.data_ptr(), 0
+    for parameter in parameters:
+        if parameter.untyped_storage().data_ptr() != storage or parameter.data_ptr() != place:
+            return None
+        if parameter.shape[1:] != first.shape[1:]:
+            return None
+        place += parameter.nbytes
+        num_rows += parameter.shape[0]
+    return first.as_strided((num_rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _move_together(parameters: Sequence[nn.Parameter]) -> None:
+    """Copy the parameters into one storage and let them live there."""
+    if not parameters:
+        return
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could never be trained again
+        packed = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, packed.split([len(one) for one in parameters]), strict=True):
+            parameter.data = part
+
+
+def is_free(module: nn.Module) -> bool:
+    """Whether its forward is that of its class; hooks around it go on working."""
+    own = vars(module).get("forward")
+    # transformers 5.0 leaves the class's own method behind where it has recorded outputs
+    is_own = own is None or getattr(own, "__func__", None) is type(module).forward
+    return is_own and module._compiled_call_impl is None
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether nothing but its forward happens when it is called, so that it need not be called."""
+    # the hooks that transformers leaves behind do nothing unless it records outputs at that moment
+    foreign = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", None) != _RECORDERS]
+    return is_free(module) and not foreign and not module._forward_pre_hooks
