@@ -2,10 +2,12 @@
 
 import functools
 import json
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["append_record", "provenance"]
+__all__ = ["append_record", "provenance", "read_records"]
 
 _SOURCE = Path(__file__).resolve().parents[1]
 
@@ -22,13 +24,14 @@ def provenance() -> dict[str, Any]:
     """Describe this run.
 
     Returns:
-        A JSON-able dictionary: `git_sha` and `git_dirty` (None outside a git checkout), `device`, `driver` and
-        `sm_clock_max` (None without a GPU), `cpu`, `python`, `torch`, `cuda` (None in a CPU build), `triton`, `argv`
-        (the program without its folder) and `utc`.
+        A JSON-able dictionary: `git_sha` and `git_dirty` (outside a git checkout what SPECDEC_GIT_SHA says and whether
+        SPECDEC_GIT_DIRTY is 1, None without them), `device`, `driver` and `sm_clock_max` (None without a GPU), `cpu`,
+        `python`, `torch`, `cuda` (None in a CPU build), `triton`, `argv` (absolute paths without their folders) and
+        `utc`.
     """
     return {
         **_fixed(),
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "argv": [Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])],
         "utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -37,23 +40,33 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record, with provenance unless it has one, to a JSON-lines file.
 
     Args:
-        path: the file; it and its folder are created.
+        path: the file; it and its folder are created. If whoever wrote it last was killed within a line, that line
+            stays by itself.
         record: anything JSON can hold.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**record, "provenance": record.get("provenance") or provenance()}) + "\n")
+    line = json.dumps({**record, "provenance": record.get("provenance") or provenance()}) + "\n"
+    with path.open("ab+") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        file.write((b"\n" if file.read(1) not in (b"", b"\n") else b"") + line.encode())
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file, if it exists, without lines that somebody was killed in writing."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 @functools.cache
 def _fixed() -> dict[str, Any]:
     """What does not change while the process runs."""
     has_gpu = torch.cuda.is_available()
-    status = _output("git", "-C", str(_SOURCE), "status", "--porcelain")
     gpu_query = ("nvidia-smi", f"--id={_gpu_uuid()}", "--format=csv,noheader") if has_gpu else None
     return {
-        "git_sha": _output("git", "-C", str(_SOURCE), "rev-parse", "HEAD"),
-        "git_dirty": None if status is None else bool(status),
+        **_commit(),
         "device": torch.cuda.get_device_name() if has_gpu else "cpu",
         "driver": _output(*gpu_query, "--query-gpu=driver_version") if gpu_query else None,
         "sm_clock_max": _output(*gpu_query, "--query-gpu=clocks.max.sm") if gpu_query else None,
@@ -63,6 +76,21 @@ def _fixed() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": str(triton.__version__),
     }
+
+
+def _commit() -> dict[str, Any]:
+    """The commit of the checkout, or of the one that this copy of the source was made from."""
+    sha = _output("git", "-C", str(_SOURCE), "rev-parse", "HEAD")
+    if sha is not None:
+        return {"git_sha": sha, "git_dirty": bool(_output("git", "-C", str(_SOURCE), "status", "--porcelain"))}
+    told = os.environ.get("SPECDEC_GIT_SHA")
+    return {"git_sha": told, "git_dirty": os.environ.get("SPECDEC_GIT_DIRTY") == "1" if told else None}
+
+
+def _without_folders(argument: str) -> str:
+    """An argument, or the value of an `--option=value`, by its name alone if it is an absolute path."""
+    option, equals, value = argument.rpartition("=")
+    return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
 
 
 def _gpu_uuid() -> str:

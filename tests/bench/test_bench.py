@@ -1,5 +1,6 @@
 """The benchmark harness: a wrong kernel gets no number, costs are right by hand, and all benchmarks run on a CPU."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import torch
 from specdec.bench import small_m
 from specdec.bench.common import cost, machine, provenance, shapes, timing
 from specdec.bench.common.cost import H200, Cost, Machine
-from specdec.bench.common.harness import BenchOp, Call, Provider, WrongResultError
+from specdec.bench.common.harness import BenchOp, Call, Provider, WrongResultError, compiled
 from specdec.bench.common.shapes import StepShape, TreeSize
 from specdec.bench.kernels import bench_accept_naive, bench_rms_norm, bench_tree_attention
 
@@ -104,6 +105,21 @@ def test_memory_is_poisoned_for_the_check_alone():
     make_op(doubles).check("tested", SHAPE)
     assert poisoned == [True]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_compiled_provider_is_checked_and_timed_in_one_mode(monkeypatch):
+    modes = []
+
+    def doubles(x):
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return x * 2
+
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    op = make_op(doubles)
+    op = dataclasses.replace(op, providers={**op.providers, "compile": compiled(doubles, eager_on_cpu=True)})
+    op.run(RecordingBenchmark(), "compile", SHAPE)
+    assert set(modes) == {False}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -264,11 +280,40 @@ def test_large_shapes_need_a_gpu(monkeypatch):
 def test_provenance_says_where_a_number_comes_from():
     record = provenance.provenance()
     assert record["torch"] == torch.__version__
-    assert record["argv"] == [Path(sys.argv[0]).name, *sys.argv[1:]]
+    assert record["argv"][0] == Path(sys.argv[0]).name
     assert record["utc"].endswith("+00:00")
     assert (record["driver"] is None) is not HAS_GPU
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert record["git_sha"] == (head.stdout.strip() if head.returncode == 0 else None)
+    if head.returncode == 0:
+        assert record["git_sha"] == head.stdout.strip()
+
+
+def test_a_copy_without_git_is_told_its_commit(monkeypatch):
+    monkeypatch.setattr(provenance, "_output", lambda *_command: None)
+    for name in ("SHA", "DIRTY"):
+        monkeypatch.delenv(f"SPECDEC_GIT_{name}", raising=False)
+    assert provenance._commit() == {"git_sha": None, "git_dirty": None}
+    monkeypatch.setenv("SPECDEC_GIT_SHA", "abc")
+    assert provenance._commit() == {"git_sha": "abc", "git_dirty": False}
+    monkeypatch.setenv("SPECDEC_GIT_DIRTY", "1")
+    assert provenance._commit() == {"git_sha": "abc", "git_dirty": True}
+
+
+def test_provenance_names_no_folder_of_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sys, "argv", [str(tmp_path / "run"), str(tmp_path / "a.jsonl"), f"--b={tmp_path}/b", "c/d", "8"]
+    )
+    assert provenance.provenance()["argv"] == ["run", "a.jsonl", "--b=b", "c/d", "8"]
+
+
+def test_a_line_that_was_being_written_spoils_no_other(tmp_path):
+    path = tmp_path / "new" / "records.jsonl"
+    provenance.append_record(path, {"a": 1})
+    with path.open("a") as file:
+        file.write('{"a": 2, "b')
+    provenance.append_record(path, {"a": 3})
+    assert [record["a"] for record in provenance.read_records(path)] == [1, 3]
+    assert provenance.read_records(tmp_path / "none.jsonl") == []
 
 
 BENCHMARKS = """
