@@ -204,6 +204,7 @@ def lm_head_topk(
     *,
     k: int,
     down: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     rounded: bool = False,
     backend: Backend | None = None,
 ) -> TopK:
@@ -217,6 +218,7 @@ def lm_head_topk(
         weight: [K, V, C] or [1, V, C], dtype of `x`, contiguous in C; with `down` the last dimension is r.
         k: tokens per row, 1 <= k <= 32 and k <= V.
         down: [K, r, C], dtype of `x`, contiguous in C: heads of low rank, logits = weight (down x).
+        bias: [K, V] or [1, V], as many as `weight` has heads, dtype of `x`, contiguous in V: added to the logits.
         rounded: round the logits to the dtype of `x` first of all, as a linear layer does; its ties then are ties here.
         backend: "triton" or "reference"; None decides by device.
 
@@ -227,10 +229,12 @@ def lm_head_topk(
         TypeError: a wrong dtype.
         ValueError: shapes that do not fit, a `k` out of range, a vocabulary over 2**18, tensors on several devices.
     """
-    _check(x, weight, k, down)
+    _check(x, weight, k, down, bias)
     num_heads, batch, _ = x.shape
     if resolve_backend(x, backend) == "reference":
-        return lm_head_topk_reference(x, weight, k=k, down=down, rounded=rounded, upcast=False)
+        return lm_head_topk_reference(x, weight, k=k, down=down, bias=bias, rounded=rounded, upcast=False)
+    if bias is not None:
+        raise NotImplementedError("bias: expected None, the kernel does not add it yet")
     best = _empty_topk(x, k)
     if batch == 0 or num_heads == 0:
         return best
@@ -241,7 +245,7 @@ def lm_head_topk(
     return best
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, k: int, down: torch.Tensor | None) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, k: int, down: torch.Tensor | None, bias: torch.Tensor | None) -> None:
     """Check the arguments of `lm_head_topk`."""
     check_tensor("x", x, shape=(None, None, None), dtype=FLOAT_DTYPES)
     num_heads, _, width = x.shape
@@ -253,6 +257,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, k: int, down: torch.Tensor | N
         check_tensor("down", down, shape=(num_heads, rank, width), dtype=x.dtype, device=x.device)
     elif rank != width:
         raise ValueError(f"weight: expected a last dimension of {width} as in x, got shape {list(weight.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, shape=tuple(weight.shape[:2]), dtype=x.dtype, device=x.device)
     if weight.shape[1] > MAX_VOCAB:
         raise ValueError(f"weight: expected a vocabulary of at most {MAX_VOCAB}, got {weight.shape[1]}")
     if not 1 <= k <= min(MAX_K, weight.shape[1]):

@@ -13,19 +13,23 @@ def lm_head_topk(
     *,
     k: int,
     down: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     rounded: bool = False,
     upcast: bool = True,
 ) -> TopK:
     """Logits of K heads, their k best tokens and their log-sum-exp.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.lm_head_topk.lm_head_topk`; arguments are not checked.
-    `upcast=False` computes the products in the dtype of `x`, the rest in float32.
+    `upcast=False` computes the products in the dtype of `x`, the rest in float32; a bias is added before the rounding.
     """
     dtype = x.dtype
     if upcast:
-        x, weight, down = x.double(), weight.double(), None if down is None else down.double()
+        x, weight = x.double(), weight.double()
+        down, bias = (None if tensor is None else tensor.double() for tensor in (down, bias))
     h = x if down is None else x @ down.mT  # [K, B, r]
-    logits = (h @ weight.mT).transpose(0, 1)  # [B, K, V]
+    # with a bias as PyTorch's own linear layer, which rounds their sum once
+    logits = h @ weight.mT if bias is None else torch.baddbmm(bias[:, None], h, weight.expand(h.shape[0], -1, -1).mT)
+    logits = logits.transpose(0, 1)  # [B, K, V]
     if rounded:
         logits = logits.to(dtype).to(logits.dtype)
     if not upcast:

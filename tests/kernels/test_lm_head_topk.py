@@ -93,6 +93,36 @@ def test_minus_zero_equals_zero(backend):
     assert not torch.signbit(best.values).any()
 
 
+@pytest.mark.parametrize("backend", ["reference"])
+def test_a_bias_written_by_hand(backend):
+    """The same weight for two states; what the bias adds decides, also between equal products and before a NaN."""
+    x, weight = head_of([3.0, 1.0, 1.0, 0.0])
+    x = torch.cat([x, -x], 1)
+    bias = torch.tensor([[0.0, 0.5, 2.5, -INF]], device=DEVICE)
+    best = lm_head_topk(x, weight, k=4, bias=bias, backend=backend)
+    assert best.values.tolist() == [[[3.5, 3.0, 1.5, -INF]], [[1.5, -0.5, -3.0, -INF]]]
+    assert best.tokens.tolist() == [[[2, 0, 1, 3]], [[2, 1, 0, 3]]]
+    logits = torch.tensor([[3.0, 1.5, 3.5, -INF], [-3.0, -0.5, 1.5, -INF]], device=DEVICE)
+    torch.testing.assert_close(best.logsumexp[:, 0], logits.logsumexp(1))
+    bias[0, 1] = NAN
+    best = lm_head_topk(x, weight, k=2, bias=bias, backend=backend)
+    assert best.tokens.tolist() == [[[2, 0]], [[2, 0]]]
+    assert best.has_nan.all()
+
+
+@pytest.mark.parametrize("backend", ["reference"])
+def test_a_bias_is_added_before_the_rounding(backend):
+    """2048 + 1 is no half, and goes to 2048, as a linear layer rounds; 2048 + 1 + 1 is one."""
+    x = torch.ones(1, 1, 2, device=DEVICE, dtype=torch.float16)
+    weight = torch.tensor([[[2048.0, 0.0], [2048.0, 1.0]]], device=DEVICE, dtype=torch.float16)
+    bias = torch.ones(1, 2, device=DEVICE, dtype=torch.float16)
+    best = lm_head_topk(x, weight, k=2, bias=bias, rounded=True, backend=backend)
+    assert best.values.tolist() == [[[2050.0, 2048.0]]]
+    exact = lm_head_topk(x, weight, k=2, bias=bias, backend=backend).values
+    assert exact[0, 0, 0] == 2050.0
+    assert exact[0, 0, 1] == 2049.0 or backend == "reference"  # whose products are rounded
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     ("num_heads", "batch", "width", "vocab_size", "k"),
@@ -335,6 +365,9 @@ def test_a_captured_launch_replays_on_new_inputs(generator):
         ({"weight": torch.ones(1, 2**18 + 1, 5)}, ValueError, r"weight: expected a vocabulary of at most 262144"),
         ({"down": torch.ones(2, 4, 5)}, ValueError, r"down: expected shape \[2, 5, 5\], got \[2, 4, 5\]"),
         ({"down": torch.ones(1, 5, 5)}, ValueError, r"down: expected shape \[2, 5, 5\], got \[1, 5, 5\]"),
+        ({"bias": torch.ones(2, 41)}, ValueError, r"bias: expected shape \[2, 40\], got \[2, 41\]"),
+        ({"bias": torch.ones(1, 40)}, ValueError, r"bias: expected shape \[2, 40\], got \[1, 40\]"),
+        ({"bias": torch.ones(2, 40).half()}, TypeError, r"bias: expected torch.float32, got torch.float16"),
         ({"k": 0}, ValueError, r"k: expected 1 to 32, got 0"),
         ({"k": 33}, ValueError, r"k: expected 1 to 32, got 33"),
         ({"weight": torch.ones(2, 7, 5), "k": 8}, ValueError, r"k: expected 1 to 7, got 8"),
