@@ -163,6 +163,9 @@ def _weight_cases() -> dict[str, Launch]:
     # a vocabulary that no tile divides, and rows whose stride is no multiple of 16 elements
     odd = replace(LLAMA_2_7B, name="odd-sizes", hidden_size=4095, vocab_size=32001)
     found[_name("lm_head_topk", odd, None, bf16)] = _lm_head_topk(odd, 1, bf16, num_heads=4, k=10)
+    found[_name("lm_head_topk_bias", LLAMA_2_7B, _NARROW, bf16)] = _lm_head_topk(
+        LLAMA_2_7B, _NARROW.num_nodes, bf16, num_heads=1, k=10, has_bias=True
+    )
     # 128 rows, the most that a tile holds
     found["skinny_linear/Llama-2-7B/n128/bfloat16"] = _skinny_linear(LLAMA_2_7B, 128, bf16)
     found["draft_heads_concat/Llama-2-7B/n128/bfloat16"] = _draft_heads_concat(LLAMA_2_7B, 128, bf16)
@@ -315,11 +318,13 @@ def _lm_head_topk(
     num_heads: int,
     k: int,
     rank: int | None = None,
+    has_bias: bool = False,
 ) -> Launch:
     x = torch.empty(num_heads, num_rows, model.hidden_size, dtype=dtype, device="meta")
     weight = x.new_empty(num_heads, model.vocab_size, rank or model.hidden_size)
     down = x.new_empty(num_heads, rank, model.hidden_size) if rank else None
-    return _launch(lm_head_topk, x, weight, k=k, down=down)
+    bias = weight.new_empty(weight.shape[:2]) if has_bias else None
+    return _launch(lm_head_topk, x, weight, k=k, down=down, bias=bias)
 
 
 def compile_cases(architecture: Architecture, launches: Mapping[str, Launch]) -> dict[str, CompiledKernel]:

@@ -1,6 +1,6 @@
 """Language-model heads with the k best tokens and the log-sum-exp of every row, exact to the last tie.
 
-Equation:   logits[b, j] = weight[j] h[j, b],  h = x, or h = down x for heads of low rank
+Equation:   logits[b, j] = weight[j] h[j, b] + bias[j],  h = x, or h = down x for heads of low rank
             tokens[b, j] = the k first tokens in the order (logit descending, token ascending), values their logits
             logsumexp[b, j] = log sum_v exp(logits[b, j, v])
 Source:     log-sum-exp by tiles as in online softmax (Milakov and Gimelshein, arXiv:1805.02867); the k best by a merge
@@ -11,6 +11,7 @@ Shapes:     K heads, B rows, C model width, V vocabulary, r rank, T = ceil(V / 1
             x            [K, B, C]       fp16, bf16 or fp32
             weight       [K or 1, V, C]  as x; one weight may serve all heads. [K or 1, V, r] with `down`
             down         [K, r, C]       as x
+            bias         [K or 1, V]     as x, a row for every weight; may be left out
             values, tokens      [B, K, k]  fp32, int32
             logsumexp, has_nan  [B, K]     fp32 in nats, bool
 Cost:       reads the weights once, 2*K*B*V*C flops; bound by the weights' bytes up to about 180 rows on an H200. The
@@ -62,6 +63,7 @@ def _key_value(key):
 def _lm_head_tiles_kernel(
     x_ptr,  # [H, M, C]: [K, B, C], or [1, K * B, C] if the heads share their weight
     weight_ptr,  # [H, V, C]
+    bias_ptr,  # [H, V] or None
     logits_ptr,  # [B, K, V] or None
     tile_max_ptr,  # [B, K, T] fp32
     tile_token_ptr,  # [B, K, T] int32, lowest token with the maximum
@@ -71,6 +73,7 @@ def _lm_head_tiles_kernel(
     stride_xm,
     stride_wh,
     stride_wv,
+    stride_bh,
     rows_per_weight,
     num_heads,
     batch,
@@ -97,6 +100,9 @@ def _lm_head_tiles_kernel(
     weight_rows = weight_ptr + h * stride_wh + start_v.to(tl.int64) * stride_wv + offs_v * stride_wv
     logits = weight_first_dot(x_rows, weight_rows, mask_m, mask_v, 0, C, C, UPCAST, BLOCK_K)
 
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + h * stride_bh + start_v + offs_v, mask=mask_v, other=0.0)  # [BLOCK_N]
+        logits += bias.to(tl.float32)[:, None]
     if IS_ROUNDED:
         logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
 
@@ -233,15 +239,13 @@ def lm_head_topk(
     num_heads, batch, _ = x.shape
     if resolve_backend(x, backend) == "reference":
         return lm_head_topk_reference(x, weight, k=k, down=down, bias=bias, rounded=rounded, upcast=False)
-    if bias is not None:
-        raise NotImplementedError("bias: expected None, the kernel does not add it yet")
     best = _empty_topk(x, k)
     if batch == 0 or num_heads == 0:
         return best
     h = x if down is None else _project(x, down)
     if weight.shape[0] == 1:
         h = h.reshape(1, num_heads * batch, h.shape[2])
-    _launch(h, weight, best, rounded=rounded)
+    _launch(h, weight, bias, best, rounded=rounded)
     return best
 
 
@@ -272,8 +276,8 @@ def _project(x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, down.mT)
 
 
-def _launch(h: torch.Tensor, weight: torch.Tensor, best: TopK, *, rounded: bool) -> None:
-    """Fill `best` from h [H, M, C] and weight [H, V, C], where H * M = K * B."""
+def _launch(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, best: TopK, *, rounded: bool) -> None:
+    """Fill `best` from h [H, M, C], weight [H, V, C] and bias [H, V], where H * M = K * B."""
     num_weights, vocab_size, width = weight.shape
     batch, num_heads, k = best.values.shape
     config = _launch_config(h.shape[1], h.element_size())
@@ -283,11 +287,12 @@ def _launch(h: torch.Tensor, weight: torch.Tensor, best: TopK, *, rounded: bool)
     tile_max = best.logsumexp.new_empty(batch, num_heads, num_tiles)
     tile_token = best.tokens.new_empty(tile_max.shape)
     tiles = tile_max, tile_token, torch.empty_like(tile_max), best.has_nan.new_empty(tile_max.shape)
+    strides = *h.stride()[:2], *weight.stride()[:2], 0 if bias is None else bias.stride(0)
     sizes = h.shape[1], num_heads, batch, vocab_size, width
     flags = {"UPCAST": needs_upcast(h), "IS_ROUNDED": rounded}
     with on_device(h):
         _lm_head_tiles_kernel[(triton.cdiv(h.shape[1], config.blocks["BLOCK_M"]), num_tiles, num_weights)](
-            h, weight, logits, *tiles, *h.stride()[:2], *weight.stride()[:2], *sizes, **flags, **config.kwargs()
+            h, weight, bias, logits, *tiles, *strides, *sizes, **flags, **config.kwargs()
         )
         results = best.values, best.tokens, best.logsumexp, best.has_nan
         _lm_head_merge_kernel[(batch * num_heads,)](

@@ -212,14 +212,15 @@ def lm_head_topk(
     element_bytes: int,
     rank: int | None = None,
     shared_weight: bool = False,
+    has_bias: bool = False,
 ) -> Cost:
-    """Cost of lm_head_topk: weights and states in, the best tokens out.
+    """Cost of lm_head_topk: weights, biases and states in, the best tokens out.
 
     `k` tokens per row; low-rank heads have a `rank`; with `shared_weight` all heads have one weight.
     """
     rows, inner = num_heads * batch, width if rank is None else rank
     down = 0 if rank is None else num_heads * rank * width
-    weights = (1 if shared_weight else num_heads) * vocab_size * inner + down
+    weights = (1 if shared_weight else num_heads) * vocab_size * (inner + has_bias) + down
     # values, tokens, log-sum-exp and a flag
     outputs = rows * (8 * k + 5)
     return Cost(

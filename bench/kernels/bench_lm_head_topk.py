@@ -29,6 +29,7 @@ class HeadKind:
         rank: r of low-rank heads; None for full rank.
         shared_weight: all heads share one weight.
         all_nodes: one row per node of the tree, as the target scores it; otherwise one per request.
+        has_bias: the heads have biases.
     """
 
     num_heads: int
@@ -36,6 +37,7 @@ class HeadKind:
     rank: int | None = None
     shared_weight: bool = False
     all_nodes: bool = False
+    has_bias: bool = False
 
     def num_rows(self, shape: StepShape) -> int:
         """Rows of every head."""
@@ -46,6 +48,7 @@ KINDS = {
     "medusa": HeadKind(num_heads=4, num_best=10),
     "low_rank": HeadKind(num_heads=4, num_best=10, rank=128),
     "shared": HeadKind(num_heads=4, num_best=10, shared_weight=True),
+    "hydra": HeadKind(num_heads=1, num_best=10, all_nodes=True, has_bias=True),
     "target_greedy": HeadKind(num_heads=1, num_best=1, all_nodes=True),
 }
 
@@ -61,24 +64,30 @@ def make_inputs(kind: HeadKind, shape: StepShape, generator: torch.Generator) ->
     down = None
     if kind.rank:
         down = randn(kind.num_heads, kind.rank, model.hidden_size) * model.hidden_size**-0.5
-    return Call(args=(x, weight), kwargs={"k": kind.num_best, "down": down})
+    bias = randn(*weight.shape[:2]) if kind.has_bias else None
+    return Call(args=(x, weight), kwargs={"k": kind.num_best, "down": down, "bias": bias})
 
 
-def product_and_topk(x: torch.Tensor, weight: torch.Tensor, *, k: int, down: torch.Tensor | None) -> TopK:
+def product_and_topk(
+    x: torch.Tensor, weight: torch.Tensor, *, k: int, down: torch.Tensor | None, bias: torch.Tensor | None
+) -> TopK:
     """The usual eager code: products by cuBLAS, torch.topk (ties in any order) and logsumexp."""
     h = x if down is None else x @ down.mT
-    logits = (h @ weight.mT).transpose(0, 1).float()
+    logits = h @ weight.mT if bias is None else h @ weight.mT + bias[:, None]
+    logits = logits.transpose(0, 1).float()
     values, tokens = torch.topk(logits, k, dim=-1)
     return TopK(values, tokens.int(), torch.logsumexp(logits, dim=-1), logits.isnan().any(dim=-1))
 
 
 def outputs(call: Call, best: TopK) -> tuple[torch.Tensor, ...]:
     """What to compare: equal tokens are too much to ask, but those chosen must have the best logits, computed anew."""
-    x, weight, down = call.args[0].double(), call.args[1], call.kwargs["down"]
+    x, weight, down, bias = call.args[0].double(), call.args[1], call.kwargs["down"], call.kwargs["bias"]
     h = x if down is None else x @ down.double().mT  # [K, B, C or r]
     head = torch.arange(x.shape[0], device=x.device)[None, :, None].expand_as(best.tokens)
     rows = weight.expand(x.shape[0], -1, -1)[head, best.tokens.long()]  # [B, K, k, C or r]
     chosen = torch.einsum("bkjc,kbc->bkj", rows.double(), h)
+    if bias is not None:
+        chosen += bias.expand(x.shape[0], -1)[head, best.tokens.long()]
     return best.values, best.logsumexp, best.has_nan, chosen.float()
 
 
@@ -91,6 +100,7 @@ def head_cost(kind: HeadKind, shape: StepShape) -> cost.Cost:
         k=kind.num_best,
         rank=kind.rank,
         shared_weight=kind.shared_weight,
+        has_bias=kind.has_bias,
     )
 
 

@@ -1,8 +1,8 @@
 """LM heads on states: their logits, or their best tokens without writing the logits anywhere.
 
-Equation:   logits[b, m] = W_m s[b, m], or B_m A_m s[b, m] with low-rank heads; one W may serve all m
+Equation:   logits[b, m] = W_m s[b, m] + u_m, or B_m A_m s[b, m] + u_m with low-rank heads; one W may serve all m
 Source:     the op `specdec.kernels.lm_head_topk`; where it cannot run, the module's own forward and `best_of`
-Shapes:     s [B, M, C]; W [M or 1, V, C]; A [M, r, C], B [M, V, r]; logits [B, M, V]
+Shapes:     s [B, M, C]; W [M or 1, V, C]; A [M, r, C], B [M, V, r]; u [M or 1, V]; logits [B, M, V]
 
 Equal logits go to the lower token, whichever way is taken: PyTorch's `topk` leaves their order open.
 """
@@ -10,6 +10,7 @@ Equal logits go to the lower token, whichever way is taken: PyTorch's `topk` lea
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from specdec.kernels.common.launch import Backend
@@ -25,43 +26,69 @@ class LMHeads:
     Args:
         weight: [M, V, C], or [M, V, r] with `down`.
         down: [M, r, C] of low-rank heads.
+        bias: [M, V].
         backend: what runs the kernels; by default decided by the device.
     """
 
-    def __init__(self, weight: torch.Tensor, down: torch.Tensor | None = None, *, backend: Backend | None) -> None:
-        self._weight = weight
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        down: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        backend: Backend | None,
+    ) -> None:
+        self._weights: tuple[torch.Tensor, torch.Tensor | None] = weight, bias
         self._down = down
         self._module: Any = None
+        self._vocab_size: int | None = None
         self._backend = backend
 
     @classmethod
-    def of(cls, module: nn.Module, *, backend: Backend | None) -> "LMHeads":
-        """A model's own head, for all states. Whatever is no plain linear layer without bias is called as it is."""
+    def of(cls, module: nn.Module, *, vocab_size: int | None = None, backend: Backend | None) -> "LMHeads":
+        """A model's own head, for all states. Whatever is no plain linear layer is called as it is.
+
+        Args:
+            module: the head; one that gives its input back stands for logits that are there already.
+            vocab_size: tokens that the logits are over, V by default: of a vocabulary that is padded otherwise, tokens
+                beyond it are left out, and those that the head lacks are -inf.
+            backend: what runs the kernels; by default decided by the device.
+        """
         heads = cls.__new__(cls)
-        heads._weight = heads._down = None  # type: ignore[assignment]  # the module's, which may move meanwhile
+        heads._weights = heads._down = None  # type: ignore[assignment]  # the module's, which may move meanwhile
         heads._module = module
+        heads._vocab_size = vocab_size
         heads._backend = backend
         return heads
+
+    def over(self, vocab_size: int) -> "LMHeads":
+        """The same module's head over a vocabulary of this size, as in `of`."""
+        return LMHeads.of(self._module, vocab_size=vocab_size, backend=self._backend)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[B, M, V] logits of [B, M, C] states, in their dtype."""
         if self._module is not None:
-            return cast(torch.Tensor, self._module(states))
+            logits = cast(torch.Tensor, self._module(states))
+            missing = 0 if self._vocab_size is None else self._vocab_size - logits.shape[-1]
+            return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
         states = states.transpose(0, 1)
         if self._down is not None:
             states = torch.bmm(states, self._down.mT)
-        return torch.bmm(states, self._weight.mT).transpose(0, 1)
+        weight, bias = self._weights
+        if bias is not None:
+            return torch.baddbmm(bias[:, None], states, weight.mT).transpose(0, 1)
+        return torch.bmm(states, weight.mT).transpose(0, 1)
 
     def best_tokens(self, states: torch.Tensor, k: int) -> torch.Tensor:
         """[B, M, k] integers: the best tokens of every state, best first."""
-        weight = self._weight_for(states, k)
-        return best_of(self.logits(states), k) if weight is None else self._run(states, weight, k).tokens
+        weights = self._weights_for(states, k)
+        return best_of(self.logits(states), k) if weights is None else self._run(states, weights, k).tokens
 
     def best(self, states: torch.Tensor, k: int) -> TopK:
         """The same with their logits and the log-sum-exp of all, for log-probabilities."""
-        weight = self._weight_for(states, k)
-        if weight is not None:
-            return self._run(states, weight, k)
+        weights = self._weights_for(states, k)
+        if weights is not None:
+            return self._run(states, weights, k)
         logits = self.logits(states).float()
         tokens = best_of(logits, k)
         return TopK(logits.gather(2, tokens), tokens.int(), logits.logsumexp(-1), logits.isnan().any(-1))
@@ -71,27 +98,32 @@ class LMHeads:
 
         In half precision logits of different tokens are often equal, once they are rounded as the module rounds them.
         """
-        weight = self._weight_for(states, 1)
-        return None if weight is None else self._run(states, weight, 1, rounded=True)
+        weights = self._weights_for(states, 1)
+        return None if weights is None else self._run(states, weights, 1, rounded=True)
 
-    def _weight_for(self, states: torch.Tensor, k: int) -> torch.Tensor | None:
-        """[M or 1, V, C or r] what the kernel reads; None where PyTorch does the work.
+    def _weights_for(self, states: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """[M or 1, V, C or r] and [M or 1, V] what the kernel reads; None where PyTorch does the work.
 
         On a CPU the op's definition, which sorts the vocabulary, is only a slower way to the same tokens.
         """
-        if self._backend == "reference" or (self._backend is None and states.device.type == "cpu") or k > MAX_K:
+        if self._backend == "reference" or (self._backend is None and states.device.type == "cpu"):
             return None
-        weight = self._weight
-        if self._module is not None:
-            module = self._module
-            is_plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.bias is None
-            if not is_plain or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-                return None
-            weight = module.weight.detach()[None]
-        return weight if weight.dtype == states.dtype and weight.shape[1] <= MAX_VOCAB else None
+        weights = self._weights if self._module is None else _plain_weights(self._module, self._vocab_size)
+        if weights is None or k > min(MAX_K, weights[0].shape[1]) or weights[0].shape[1] > MAX_VOCAB:
+            return None
+        fits = all(tensor is None or tensor.dtype == states.dtype for tensor in weights)
+        return weights if fits else None
 
-    def _run(self, states: torch.Tensor, weight: torch.Tensor, k: int, *, rounded: bool = False) -> TopK:
-        options: dict[str, Any] = {"k": k, "rounded": rounded, "backend": self._backend}
+    def _run(
+        self,
+        states: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor | None],
+        k: int,
+        *,
+        rounded: bool = False,
+    ) -> TopK:
+        weight, bias = weights
+        options: dict[str, Any] = {"k": k, "bias": bias, "rounded": rounded, "backend": self._backend}
         if self._module is None:
             return lm_head_topk(states.transpose(0, 1), weight, down=self._down, **options)
         best = lm_head_topk(states.reshape(1, -1, states.shape[2]), weight, **options)
@@ -99,6 +131,18 @@ class LMHeads:
         return TopK(
             best.values.view(*lead, k), best.tokens.view(*lead, k), best.logsumexp.view(lead), best.has_nan.view(lead)
         )
+
+
+def _plain_weights(module: Any, vocab_size: int | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """[1, V, C] and [1, V] of a linear layer that does nothing else, for its first tokens; None of any other module."""
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+        return None
+    if not (module.bias is None or type(module.bias) is nn.Parameter):
+        return None
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return None
+    bias = None if module.bias is None else module.bias.detach()[None, :vocab_size]
+    return module.weight.detach()[None, :vocab_size], bias
 
 
 def best_of(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from specdec.kernels.common.topk import TopK
 from specdec.models.common.lm_heads import LMHeads
@@ -20,33 +21,33 @@ class Scores:
     """Logits of an LM head on states, written when they are first asked for.
 
     Args:
-        heads: the LM head; None if what follows is its logits already.
+        heads: the LM head.
         states: [B, M, C] what enters it.
     """
 
-    def __init__(self, heads: LMHeads | None, states: torch.Tensor) -> None:
-        self._heads = heads
-        self._states = states
+    def __init__(self, heads: LMHeads, states: torch.Tensor) -> None:
+        self.heads = heads
+        self.states = states
 
     @classmethod
     def of(cls, logits: torch.Tensor) -> "Scores":
         """Scores whose logits [B, M, V] are there already."""
-        return cls(heads=None, states=logits)
+        return cls(LMHeads.of(nn.Identity(), backend=None), logits)
 
     @classmethod
     def side_by_side(cls, scores: "Sequence[Scores]") -> "Scores":
         """[B, M + M' + ..]: the places of several scores of the same rows, all of one LM head or all of logits."""
-        return cls(scores[0]._heads, torch.cat([part._states for part in scores], 1))
+        return cls(scores[0].heads, torch.cat([part.states for part in scores], 1))
 
     def at(self, places: torch.Tensor) -> "Scores":
         """[B, 1]: one place [B] int64 of every row."""
         rows = torch.arange(places.shape[0], device=places.device)
-        return Scores(self._heads, self._states[rows, places][:, None])
+        return Scores(self.heads, self.states[rows, places][:, None])
 
     @cached_property
     def logits(self) -> torch.Tensor:
         """[B, M, V] in the dtype of the states, computed once."""
-        return self._states if self._heads is None else self._heads.logits(self._states)
+        return self.heads.logits(self.states)
 
     @cached_property
     def best(self) -> torch.Tensor:
@@ -64,9 +65,7 @@ class Scores:
     @cached_property
     def _unwritten(self) -> TopK | None:
         """The best tokens, found without logits; None if those are there or have to be written."""
-        if self._heads is None or "logits" in vars(self):
-            return None
-        return self._heads.best_unwritten(self._states)
+        return None if "logits" in vars(self) else self.heads.best_unwritten(self.states)
 
 
 @dataclass(frozen=True, slots=True)

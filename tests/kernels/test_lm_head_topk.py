@@ -93,7 +93,7 @@ def test_minus_zero_equals_zero(backend):
     assert not torch.signbit(best.values).any()
 
 
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_a_bias_written_by_hand(backend):
     """The same weight for two states; what the bias adds decides, also between equal products and before a NaN."""
     x, weight = head_of([3.0, 1.0, 1.0, 0.0])
@@ -110,7 +110,7 @@ def test_a_bias_written_by_hand(backend):
     assert best.has_nan.all()
 
 
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_a_bias_is_added_before_the_rounding(backend):
     """2048 + 1 is no half, and goes to 2048, as a linear layer rounds; 2048 + 1 + 1 is one."""
     x = torch.ones(1, 1, 2, device=DEVICE, dtype=torch.float16)
@@ -149,6 +149,16 @@ def test_low_rank_heads_match_float64(generator, shared, dtype):
     assert_right(x, weight, k=6, down=down)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["own weights", "shared weight"])
+@pytest.mark.parametrize("rank", [None, 12], ids=["full rank", "low rank"])
+def test_a_bias_matches_float64(generator, rank, shared, dtype):
+    weights = 1 if shared else 2
+    x, down = randn(generator, 2, 3, 70, dtype=dtype), rank and randn(generator, 2, rank, 70, dtype=dtype)
+    weight = randn(generator, weights, 200, rank or 70, dtype=dtype)
+    assert_right(x, weight, k=6, down=down, bias=randn(generator, weights, 200, dtype=dtype, scale=5.0))
+
+
 # the interpreter cuts bfloat16 off, where a GPU rounds
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_rounded_logits_have_the_ties_of_a_linear_layer(generator, dtype):
@@ -180,8 +190,9 @@ def test_heavy_ties_are_broken_as_a_stable_sort_breaks_them(seed, num_heads, bat
     width = data.draw(st.integers(1, 5))
     x = small_integers(generator, num_heads, batch, width)
     weight = small_integers(generator, data.draw(st.sampled_from([1, num_heads])), vocab_size, width)
+    bias = small_integers(generator, *weight.shape[:2]) if data.draw(st.booleans()) else None
     k = data.draw(st.integers(1, min(MAX_K, vocab_size)))
-    assert_same(lm_head_topk(x, weight, k=k, backend="triton"), reference(x, weight, k=k))
+    assert_same(lm_head_topk(x, weight, k=k, bias=bias, backend="triton"), reference(x, weight, k=k, bias=bias))
 
 
 @settings(deadline=None, max_examples=25)

@@ -92,6 +92,7 @@ def calls(sizes):
     asking = randn(g, BATCH, sizes.attended, 4, 16), tree_words(g, sizes.attended)
     states, weight = randn(g, *sizes.heads, BATCH, width), randn(g, *sizes.heads, 70, width)
     heads = randn(g, *(sizes.heads or (1,)), width, width, scale=width**-0.5)
+    lm_weight = randn(g, 2, 16 + width // 4, 16)
     parts = [randn(g, BATCH, 70) for _ in range(max(2, width // 70 + 1))]
     mixing, bias = randn(g, 2, 70, 70 * len(parts)), randn(g, 2, 70)
     rows = (BATCH,) if sizes is LARGE else (BATCH, n)  # of one dimension they are read where they lie
@@ -110,7 +111,7 @@ def calls(sizes):
         "draft_heads": ((states, heads, randn(g, *heads.shape[:2])), {}),
         "draft_heads_concat": ((parts, mixing[0], bias[0], mixing[1], bias[1]), {}),
         "kv_compact": ((cache, lengths.clamp(max=2), path, int32([0, path.shape[1] - 1, 2])), {}),
-        "lm_head_topk": ((randn(g, 2, BATCH, 16), randn(g, 2, 16 + width // 4, 16)), {"k": 4}),
+        "lm_head_topk": ((randn(g, 2, BATCH, 16), lm_weight), {"k": 4, "bias": randn(g, *lm_weight.shape[:2])}),
         "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
         "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
         "rms_norm": ((randn(g, *rows, width), randn(g, width)), {"eps": 1e-5}),

@@ -13,6 +13,8 @@ from specdec.kernels.reference.lm_head_topk import lm_head_topk as reference
 from specdec.models.common import lm_heads
 from specdec.models.common.lm_heads import LMHeads, best_of
 
+BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.interpreter), None]
+
 
 def whole(generator, *shape):
     """Small whole numbers: every sum of products is exact, and ties are everywhere."""
@@ -36,26 +38,31 @@ def test_best_of_keeps_the_order_of_a_stable_sort(seed, vocab_size, scale, is_ha
 
 
 def heads_of_every_kind(generator, num_lists, vocab_size, width, rank, backend):
-    """LM heads by name, with the weight and the projection that define them."""
+    """LM heads by name, with the weight, the projection and the bias that define them."""
     weight = whole(generator, num_lists, vocab_size, width)
     low, down = whole(generator, num_lists, vocab_size, rank), whole(generator, num_lists, rank, width)
     module = nn.Linear(width, vocab_size, bias=False)
     module.weight.data = whole(generator, vocab_size, width)
+    bias, biased = whole(generator, num_lists, vocab_size), nn.Linear(width, vocab_size)
+    biased.weight.data, biased.bias.data = whole(generator, vocab_size, width), whole(generator, vocab_size)
     return {
-        "own": (LMHeads(weight, backend=backend), weight, None),
-        "low rank": (LMHeads(low, down, backend=backend), low, down),
-        "shared": (LMHeads.of(module, backend=backend), module.weight.detach()[None], None),
+        "own": (LMHeads(weight, backend=backend), weight, None, None),
+        "low rank": (LMHeads(low, down, backend=backend), low, down, None),
+        "own biases": (LMHeads(weight, bias=bias, backend=backend), weight, None, bias),
+        "shared": (LMHeads.of(module, backend=backend), module.weight.detach()[None], None, None),
+        "shared bias": (LMHeads.of(biased, backend=backend), biased.weight.detach()[None], None, biased.bias[None]),
     }
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreter), None])
+@pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
 def test_best_tokens_are_those_of_the_op_with_many_ties(backend, generator):
     states = whole(generator, 2, 3, 8)
-    for heads, weight, down in heads_of_every_kind(generator, 3, 300, 8, 4, backend).values():
+    for heads, weight, down, bias in heads_of_every_kind(generator, 3, 300, 8, 4, backend).values():
         rows = states.transpose(0, 1)
-        expected = reference(rows, weight, k=5, down=down)
+        expected = reference(rows, weight, k=5, down=down, bias=bias)
         logits = ((rows if down is None else rows @ down.mT) @ weight.mT).transpose(0, 1)
+        logits = logits if bias is None else logits + bias
         torch.testing.assert_close(heads.logits(states), logits)
         best = heads.best(states, 5)
         assert torch.equal(best.tokens, expected.tokens)
@@ -84,8 +91,8 @@ def hooked(head):
 
 @pytest.mark.parametrize(
     "head",
-    [Doubling(8, 40, bias=False), nn.Linear(8, 40), hooked(nn.Linear(8, 40, bias=False)), nn.Linear(8, 40).double()],
-    ids=["another class", "a bias", "a hook", "another dtype"],
+    [Doubling(8, 40), hooked(nn.Linear(8, 40, bias=False)), nn.Linear(8, 40).double()],
+    ids=["another class", "a hook", "another dtype"],
 )
 @torch.no_grad()
 def test_a_head_that_is_no_plain_linear_is_called_as_it_is(head, generator, monkeypatch):
@@ -101,3 +108,30 @@ def test_more_tokens_than_the_kernel_returns(generator):
     heads = LMHeads(torch.randn(2, 60, 8, generator=generator), backend="triton")
     states = torch.randn(1, 2, 8, generator=generator)
     assert torch.equal(heads.best_tokens(states, 40), heads.logits(states).topk(40).indices)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vocab_size", [37, 40, 43], ids=["longer than wanted", "as wanted", "shorter than wanted"])
+@torch.no_grad()
+def test_a_vocabulary_padded_otherwise(vocab_size, backend, generator):
+    """Tokens that the head lacks are never the best, and those beyond the wanted ones are not there."""
+    module, states = nn.Linear(8, 40), torch.randn(2, 3, 8, generator=generator)
+    module.bias.data[38] = 100.0
+    heads = LMHeads.of(module, backend=backend).over(vocab_size)
+    logits = nn.functional.pad(module(states), (0, vocab_size - 40), value=-math.inf)
+    assert torch.equal(heads.logits(states), logits)
+    k = min(vocab_size, 30)
+    best = heads.best(states, k)
+    assert torch.equal(best.tokens, logits.topk(k).indices.int())
+    assert torch.equal(heads.best_tokens(states, k).int(), best.tokens)
+    torch.testing.assert_close(best.logsumexp, logits.logsumexp(-1))
+
+
+@pytest.mark.interpreter
+@torch.no_grad()
+def test_the_whole_of_a_short_vocabulary(generator):
+    """More tokens are asked for than the head has: those that it lacks come last."""
+    module, states = nn.Linear(8, 10), torch.randn(1, 2, 8, generator=generator)
+    tokens = LMHeads.of(module, vocab_size=12, backend="triton").best_tokens(states, 12)
+    assert torch.equal(tokens[..., :10], module(states).topk(10).indices)
+    assert tokens[..., 10:].tolist() == [[[10, 11]] * 2]
