@@ -37,7 +37,7 @@ from specdec.bench.common.tables import decode_tables
 from specdec.bench.decoding.cells import Cell, run_cell
 from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
 from specdec.bench.decoding.synthetic import PROFILES
-from specdec.bench.decoding.timeline import middle_steps, timeline_svg
+from specdec.bench.decoding.timeline import lanes_svg, middle_steps
 from specdec.bench.decoding.traffic import count_reads
 from specdec.bundled.load import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
 from specdec.drafters.load import load_drafter
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.pictures is not None:
             file = options.pictures / f"{cell.model}-b{cell.batch_size}-ctx{cell.context.split()[0]}.svg"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(timeline_svg(lanes, str(cell)), encoding="utf-8")
+            file.write_text(lanes_svg(lanes, str(cell)), encoding="utf-8")
         del cell  # with its model, before the next one is built
     return int(num_red > 0)
 

@@ -88,11 +88,12 @@ def _build(make: Callable[[], Any], device: torch.device | str, dtype: torch.dty
             module = make()
     finally:
         torch.set_default_dtype(before)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0, _SPREAD, generator=generator)
+    if torch.device(device).type != "meta":
+        generator = torch.Generator(device=device).manual_seed(seed)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.ndim >= 2:
+                    parameter.normal_(0, _SPREAD, generator=generator)
     return module.to(device=device, dtype=dtype).eval()
 
 

@@ -1,13 +1,13 @@
 """Where the time of a few steps goes, as a picture: one lane per drafter, one bar per phase. A small SVG.
 
-The spans come from the decoding loop itself: CUDA events on a GPU, the clock elsewhere. No profiler, so nothing is
+Spans of time come from the decoding loop itself: CUDA events on a GPU, the clock elsewhere. No profiler, so nothing is
 slowed down by being watched.
 """
 
 from collections.abc import Mapping, Sequence
 from html import escape
 
-__all__ = ["middle_steps", "timeline_svg"]
+__all__ = ["lanes_svg", "middle_steps"]
 
 Span = tuple[str, float, float]
 
@@ -35,21 +35,22 @@ def middle_steps(spans_ms: Sequence[Span], num_steps: int = 4) -> list[Span]:
     return [(name, begin - origin, finish - origin) for name, begin, finish in kept]
 
 
-def timeline_svg(lanes: Mapping[str, Sequence[Span]], title: str) -> str:
-    """Draw spans, all lanes on one axis of milliseconds.
+def lanes_svg(lanes: Mapping[str, Sequence[Span]], title: str, *, unit: str = "ms") -> str:
+    """Draw spans, all lanes on one axis.
 
     Args:
         lanes: by name, spans that begin at 0, as `middle_steps` gives them.
         title: drawn on top.
+        unit: of the axis.
 
     Returns:
         An SVG document.
     """
     height = _TOP + _LANE * len(lanes) + 40
-    last_ms = max((end for spans in lanes.values() for _, _, end in spans), default=0.0) or 1.0
+    last = max((end for spans in lanes.values() for _, _, end in spans), default=0.0) or 1.0
 
-    def x(time_ms: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * time_ms / last_ms
+    def x(value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / last
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
@@ -69,11 +70,11 @@ def timeline_svg(lanes: Mapping[str, Sequence[Span]], title: str) -> str:
             width = max(x(end) - x(begin), 0.2)
             parts.append(
                 f'<rect x="{x(begin):.2f}" y="{top + 4}" width="{width:.2f}" height="{_LANE - 10}" '
-                f'fill="{_COLOURS.get(name, _OTHER)}"><title>{escape(name)} {end - begin:.3f} ms</title></rect>'
+                f'fill="{_COLOURS.get(name, _OTHER)}"><title>{escape(name)} {end - begin:.5g} {unit}</title></rect>'
             )
     bottom = _TOP + _LANE * len(lanes) + 4
     for tick in range(6):
-        time_ms = last_ms * tick / 5
-        parts.append(f'<line x1="{x(time_ms):.1f}" x2="{x(time_ms):.1f}" y1="{_TOP}" y2="{bottom}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x(time_ms):.1f}" y="{bottom + 16}" text-anchor="middle">{time_ms:.3g} ms</text>')
+        value = last * tick / 5
+        parts.append(f'<line x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{_TOP}" y2="{bottom}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{value:.3g} {unit}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -68,13 +68,14 @@ class Packer:
 def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
     """The parameters as one tensor, if they lie one after the other in one storage."""
     first = parameters[0].detach()
-    storage, place, num_rows = first.untyped_storage().data_ptr(), first.data_ptr(), 0
+    # by storage and place in it, not by address: weights without data, on "meta", have none
+    storage, place, num_rows = first.untyped_storage()._cdata, first.storage_offset(), 0
     for parameter in parameters:
-        if parameter.untyped_storage().data_ptr() != storage or parameter.data_ptr() != place:
+        if parameter.untyped_storage()._cdata != storage or parameter.storage_offset() != place:
             return None
         if parameter.shape[1:] != first.shape[1:]:
             return None
-        place += parameter.nbytes
+        place += parameter.numel()
         num_rows += parameter.shape[0]
     return first.as_strided((num_rows, *first.shape[1:]), first.stride(), first.storage_offset())
 

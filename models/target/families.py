@@ -59,8 +59,13 @@ FAMILIES = {
 _CHANGING_ROPE = ("longrope", "dynamic")
 
 
-def check_model(model: Any) -> None:
-    """Refuse, with the reason, whatever is not a decoder-only causal LM on one device."""
+def check_model(model: Any, *, may_lack_data: bool = False) -> None:
+    """Refuse, with the reason, whatever is not a decoder-only causal LM on one device, which is not "meta".
+
+    Args:
+        model: of any type.
+        may_lack_data: allow the meta device too.
+    """
     is_module = isinstance(model, nn.Module)
     if not is_module or not hasattr(model, "config"):
         raise TypeError(f"model: expected a transformers causal LM, got {type(model).__name__}")
@@ -72,7 +77,7 @@ def check_model(model: Any) -> None:
     if model.get_output_embeddings() is None:
         raise ValueError(f"model: expected a model with an LM head, got {name}")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) != 1 or devices == ["meta"]:
+    if len(devices) != 1 or (devices == ["meta"] and not may_lack_data):
         raise ValueError(f"model: expected all parameters on one device, got {', '.join(devices)}")
     if not getattr(model, "_supports_attention_backend", False):
         raise NotImplementedError(f"model: {name} does not let its attention function be replaced, which specdec needs")

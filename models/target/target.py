@@ -46,7 +46,8 @@ class Target:
     same calls; see `specdec.models.target.sharding`. `num_kv_heads` are then the heads of this process.
 
     Args:
-        model: a decoder-only transformers model with an LM head, all on one device per process.
+        model: a decoder-only transformers model with an LM head, all on one device per process. On "meta", with the
+            backend named, its steps can be counted, and nothing else.
         tap_layers: decoder layers (0-based) whose outputs drafters want beside the final state.
         backend: what runs the kernels; by default decided by the device.
         fused: whether layers of the LLaMA kind score trees on the fused path (`fused.py`), which packs weights of the
@@ -67,7 +68,7 @@ class Target:
         backend: Backend | None = None,
         fused: bool | None = None,
     ) -> None:
-        check_model(model)
+        check_model(model, may_lack_data=backend is not None)  # whoever names the backend may count launches
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.device: torch.device = next(model.parameters()).device

@@ -56,7 +56,9 @@ class TargetRecord:
     @classmethod
     @torch.no_grad()
     def of(cls, target: Target) -> "Self":
-        """The record of a target."""
+        """The record of a target; of one without data, on "meta", its sizes alone."""
+        if target.device.type == "meta":
+            return cls(target.vocab_size, target.hidden_size, ())
         values = _embedding_rows(target, _spread(_NUM_SAMPLES, target.model.get_input_embeddings().weight.shape[0]))
         samples = torch.arange(_NUM_SAMPLES)
         numbers = values[samples, samples * 37 % values.shape[1]].double().tolist()

@@ -15,7 +15,7 @@ from specdec.bench.decoding.arms import Arm
 from specdec.bench.decoding.cells import Cell, run_cell
 from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
 from specdec.bench.decoding.synthetic import PROFILES, AcceptanceProfile, SyntheticAcceptance, leftmost_path
-from specdec.bench.decoding.timeline import middle_steps, timeline_svg
+from specdec.bench.decoding.timeline import lanes_svg, middle_steps
 from specdec.bench.decoding.traffic import count_reads, step_bytes
 from specdec.bench.on_gpu import summarize
 from specdec.loop.decoder import Decoder
@@ -350,7 +350,7 @@ def test_a_timeline_shows_steps_from_the_middle():
     assert found[4] == ("draft", 10.0, 11.0)
     assert [name for name, _, _ in middle_steps(spans, num_steps=99)] == [*step] * 7
     assert middle_steps([]) == []
-    picture = timeline_svg({"a<b": found, "none": []}, "title")
+    picture = lanes_svg({"a<b": found, "none": []}, "title")
     assert picture.count("<title>score") == 3
     assert "a&lt;b" in picture
 
