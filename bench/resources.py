@@ -214,9 +214,9 @@ def _rope_kv_write(model: ModelShape, tree: TreeSize, dtype: torch.dtype) -> Lau
     fused = torch.empty(1, tree.num_nodes, *sizes, dtype=dtype, device="meta")
     q, k, v = fused.split([model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=2)
     cache = torch.empty(2, 1, _CAPACITY, model.num_kv_heads, model.head_dim, dtype=dtype, device="meta")
-    table = torch.empty(_CAPACITY, model.head_dim, device="meta")
+    table = torch.empty(_CAPACITY, model.head_dim, dtype=dtype, device="meta")
     positions, slots = (_int32(1, tree.num_nodes) for _ in range(2))
-    return _launch(rope_kv_write, q, k, v, positions, table, slots, cache[0], cache[1])
+    return _launch(rope_kv_write, q, k, v, positions, table, slots, cache[0], cache[1], lengths=_int32(1))
 
 
 def _swiglu(model: ModelShape, dtype: torch.dtype) -> Launch:

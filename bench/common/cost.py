@@ -160,7 +160,7 @@ def tree_rerank(*, batch: int, num_candidates: int, num_lists: int, num_nodes: i
 def rope_kv_write(*, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> Cost:
     """Cost of rope_kv_write: q, k and v in, rotated q and the cache slots out, one row of the table per token."""
     moved = 2 * (num_heads + 2 * num_kv_heads) * head_dim * element_bytes
-    table = head_dim * 4 + 2 * _INT32_BYTES
+    table = head_dim * element_bytes + 2 * _INT32_BYTES
     return Cost(
         num_bytes=num_tokens * (moved + table), num_flops=3 * num_tokens * (num_heads + num_kv_heads) * head_dim
     )

@@ -23,11 +23,12 @@ def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     q, k, v = fused.split([model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=2)
     frequencies = 10000.0 ** (-torch.arange(0, model.head_dim, 2, device=device) / model.head_dim)
     angles = torch.arange(capacity, device=device)[:, None] * frequencies
-    slots = shape.context + torch.arange(num_nodes, dtype=torch.int32, device=device)
+    nodes = torch.arange(num_nodes, dtype=torch.int32, device=device)[None]
+    lengths = torch.full((batch,), shape.context, dtype=torch.int32, device=device)
     cache = torch.zeros(2, batch, capacity, model.num_kv_heads, model.head_dim, dtype=shape.dtype, device=device)
-    positions = (shape.context + shape.tree.depth(device)).expand(batch, -1).contiguous()
-    table = torch.cat([angles.cos(), angles.sin()], dim=1)
-    return Call(args=(q, k, v, positions, table, slots.expand(batch, -1).contiguous(), cache[0], cache[1]))
+    table = torch.cat([angles.cos(), angles.sin()], dim=1).to(shape.dtype)
+    args = q, k, v, shape.tree.depth(device), table, nodes, cache[0], cache[1]
+    return Call(args=args, kwargs={"lengths": lengths})
 
 
 def rotate_then_copy(
@@ -39,8 +40,10 @@ def rotate_then_copy(
     slots: torch.Tensor,
     k_cache_: torch.Tensor,
     v_cache_: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> torch.Tensor:
     """What a transformers model does: gather and round the table, rotate in full width, one indexed copy per cache."""
+    positions, slots = positions + lengths[:, None], slots + lengths[:, None]
     cos, sin = cos_sin_table[positions].to(q.dtype)[..., None, :].chunk(2, dim=-1)
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
     half = q.shape[-1] // 2

@@ -186,6 +186,43 @@ def test_a_token_without_a_slot_is_rotated_but_not_written(generator):
     assert (v_cache[1] == 78.0).all()
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_places_that_count_from_a_length_are_those_from_zero(generator, backend):
+    """One row of depths and node numbers for the whole batch, as a tree has; nothing is written for -1."""
+    depth, nodes = int32([[0, 1, 1, 2]]), int32([[0, 1, -1, 2]])
+    lengths = int32([5, 0, 2])
+    args = random_call(generator, batch=3, tokens=4, dtype=torch.float32)
+    expected = args | {
+        "positions": (depth + lengths[:, None]).int(),
+        "slots": torch.where(nodes < 0, -1, nodes + lengths[:, None]).int(),
+    }
+    got = args | {"positions": depth, "slots": nodes, "lengths": lengths}
+    assert all(map(torch.equal, run(rope_kv_write, got, backend=backend), run(reference, expected, upcast=False)))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("lengths", [None, [NUM_POSITIONS - 2, NUM_POSITIONS]], ids=["absolute", "lengths"])
+def test_a_position_past_the_table_takes_its_last_row(generator, backend, lengths):
+    args = random_call(generator, tokens=3, capacity=NUM_POSITIONS + 5)
+    base = torch.zeros(2, 1) if lengths is None else torch.tensor(lengths)[:, None]
+    places = torch.tensor([[0, 1, 3], [0, 2, 900]]) + (NUM_POSITIONS - 2 if lengths is None else 0)
+    args["positions"], args["slots"] = places.int().to(DEVICE), int32([[0, 1, 2]])
+    if lengths is not None:
+        args["lengths"] = int32(lengths)
+    clamped = args | {"positions": ((places + base).clamp(max=NUM_POSITIONS - 1) - base).int().to(DEVICE)}
+    got, expected = run(rope_kv_write, args, backend=backend), run(reference, clamped, upcast=False)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_table_may_be_rounded_ahead(generator, dtype):
+    args = random_call(generator, dtype=dtype)
+    table = args["cos_sin_table"].to(dtype)
+    calls = (args | {"cos_sin_table": one} for one in (table, table.float()))
+    got, expected = (run(rope_kv_write, call, backend="triton") for call in calls)
+    assert all(map(torch.equal, got, expected))
+
+
 def test_position_zero_turns_nothing(generator):
     args = random_call(generator)
     args["positions"] = torch.zeros_like(args["positions"])

@@ -84,7 +84,7 @@ def calls(sizes):
     pool_parent = randint(g, -1, 4, BATCH, beams)
     nodes = randint(g, -1, beams, sizes.tree), randint(g, 0, 4, sizes.tree), randint(g, 0, 6, sizes.tree)
     q, k, v = randn(g, BATCH, n, 4, dim), randn(g, BATCH, n, 2, dim), randn(g, BATCH, n, 2, dim)
-    slots = torch.stack([torch.randperm(8, generator=g)[:n] for _ in range(BATCH)]).int().to(q.device)
+    slots = torch.stack([torch.randperm(7, generator=g)[:n] for _ in range(BATCH)]).int().to(q.device)
     slots[1, 1] = -1
     cache, kv = randn(g, 2, 2, BATCH, 8 + n, 10, dim), randn(g, 2, BATCH, 9, 2, dim)
     path = int32([[0, 2, 2, 2, 3, 4], [0, 1, 2, 4, 5, 6], [0, 2, 4, 5, 5, 6]])[:, :n].contiguous()
@@ -115,7 +115,7 @@ def calls(sizes):
         "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
         "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
         "rms_norm": ((randn(g, *rows, width), randn(g, width)), {"eps": 1e-5}),
-        "rope_kv_write": ((q, k, v, slots.clamp(min=0), rand(g, 9, dim), slots, *kv), {}),
+        "rope_kv_write": ((q, k, v, slots.clamp(min=0), rand(g, 9, dim), slots, *kv), {"lengths": int32([1, 0, 2])}),
         "sample_probs": ((warped[0], names, step, *warped[1:], history), {"seed": 3} | sampling),
         "sample_race": ((warped[0], names, step), {"seed": 3}),
         "skinny_linear": ((states, weight), {}),
