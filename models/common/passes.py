@@ -1,9 +1,13 @@
 """The two kinds of forward pass of a hooked model: where its tokens go in the cache and what each of them may see."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.reference.tree_attention import VisibleSlots, attend_to, visible_slots
@@ -25,6 +29,7 @@ class PromptPass:
     device: torch.device
     slots: torch.Tensor = field(init=False)
     """[B, T] int64, cache slot of each token."""
+    _masks: dict[int | None, torch.Tensor | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         columns = torch.arange(self.start, self.start + self.num_tokens, device=self.device)
@@ -38,22 +43,53 @@ class PromptPass:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
     ) -> torch.Tensor:
-        """Causal attention of `query [B, HQ, T, D]` to the first of `[B, HK, S, D]` slots; returns [B, T, HQ, D]."""
-        end = self.start + self.num_tokens
-        mask = None
-        if self.start > 0 or (window is not None and window < end):
-            distance = self.slots[0][:, None] - torch.arange(end, device=self.device)
-            mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        attended = F.scaled_dot_product_attention(
-            query,
-            keys[:, :, :end],
-            values[:, :, :end],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=keys.shape[1] != query.shape[1],
-        )
+        """Causal attention of `query [B, HQ, T, D]` to the first of `[B, HK, S, D]` slots; returns [B, T, HQ, D].
+
+        Prompts come in all lengths and some are long, so on a GPU nothing may be planned for a length, and nothing of
+        T x S numbers per head be written: a causal prompt needs no mask, and a window one of its own width.
+        """
+        end, num_groups = self.start + self.num_tokens, query.shape[1] // keys.shape[1]
+        window = None if window is None or window >= end else window
+        begin = 0 if window is None else max(0, self.start + 1 - window)
+        if window not in self._masks:  # the same in all layers of one window
+            self._masks[window] = self._mask(begin, end, window)
+        mask = self._masks[window]
+        keys, values = keys[:, :, begin:end], values[:, :, begin:end]
+        # of the kernels without such matrices one shares the heads of keys, but takes no mask and no fp32 on a GPU
+        if num_groups > 1 and (window is not None or (query.dtype == torch.float32 and query.device.type != "cpu")):
+            keys, values = keys.repeat_interleave(num_groups, 1), values.repeat_interleave(num_groups, 1)
+        with _without_plans():
+            attended = F.scaled_dot_product_attention(
+                query,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=keys.shape[1] != query.shape[1],
+            )
         return attended.transpose(1, 2)
+
+    def _mask(self, begin: int, end: int, window: int | None) -> torch.Tensor | None:
+        """What the chunk's tokens see of the slots `begin .. end - 1`; None for causal from the first token on."""
+        if window is not None:
+            distance = self.slots[0][:, None] - torch.arange(begin, end, device=self.device)
+            return (distance >= 0) & (distance < window)
+        if self.start == 0:
+            return None
+        with _disable_current_modes():  # in a mode that watches operators a tensor's subclass cannot be made
+            return causal_lower_right(self.num_tokens, end)  # a word for a mask that is not written
+
+
+@contextmanager
+def _without_plans() -> Iterator[None]:
+    """Leave cuDNN's attention out: it builds a plan for every new shape, which takes longer than a short prompt."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @dataclass(slots=True)

@@ -125,27 +125,29 @@ class FalconNetwork(DraftNetwork):
         return 2 * _LSTM_LAYERS * self.config.hidden_size if self.config.recurrent else 0
 
     def fuse_prompt(
-        self, features: torch.Tensor, embedded: torch.Tensor, counts: torch.Tensor
+        self, features: torch.Tensor, embedded: torch.Tensor, counts: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the LSTM over the beginnings of texts; copies the counts to the host.
+        """Run the LSTM over a chunk of prompts; copies the counts to the host.
 
         Args:
             features: [B, T, C] states, at least one pair wide.
             embedded: [B, T, C] embedding of the token after each.
             counts: [B] int, pairs of each row that count, 0 to T.
+            state: [B, S] state before the first pair; zeros where a text begins.
 
         Returns:
             [B, T, C] outputs, valid up to the count, and [B, S] the state there.
         """
         joined = torch.cat((embedded, features), -1)
         if not self.config.recurrent:
-            return self._fuse_each(joined), joined.new_empty(joined.shape[0], 0)
+            return self._fuse_each(joined), state
         # a packed sequence needs one pair at least; what the others of these rows leave behind is taken out below
         packed = pack_padded_sequence(joined, counts.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False)
-        outputs, last = self.lstm(packed)
+        start = state.view(joined.shape[0], _LSTM_LAYERS, 2, -1).transpose(0, 1)  # [layer, B, hidden or cell, C]
+        outputs, last = self.lstm(packed, (start[:, :, 0].contiguous(), start[:, :, 1].contiguous()))
         fused = pad_packed_sequence(outputs, batch_first=True, total_length=joined.shape[1])[0]
-        state = torch.stack(last, 2).transpose(0, 1).flatten(1)  # [B, layer, hidden or cell, C]
-        return fused, state.masked_fill((counts == 0)[:, None], 0)
+        after = torch.stack(last, 2).transpose(0, 1).flatten(1)
+        return fused, torch.where((counts == 0)[:, None], state, after)
 
     def fuse(
         self, features: torch.Tensor, embedded: torch.Tensor, state: torch.Tensor

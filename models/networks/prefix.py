@@ -5,7 +5,7 @@ After a step the target has told new states for the root and the accepted nodes,
 draft reads them in one pass of fixed width, padded at the end, and they join the cache. What the drafter computed for
 its own guesses meanwhile is overwritten: keys and values are always made from true states of the target.
 
-    start(...)                 all pairs of the prompt but the last, whose token is the coming root
+    start(...)                 once per chunk of the prompt: its pairs, all but the last one, whose token is the root
     pending = read(root)       once per draft: the pairs to run now, and how
     advance()                  their keys and values belong to the committed text now
     commit(verdict, features)  once per step: the pairs that came in
@@ -79,32 +79,37 @@ class FeaturePrefix:
         """[B] int64, real pairs that the next `read` gives; 0 for a finished row."""
         return self._counts
 
-    def start(self, tokens: torch.Tensor, lengths: torch.Tensor, features: torch.Tensor) -> Pairs | None:
-        """Take in a prompt.
+    def start(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, features: torch.Tensor, *, first: int = 0
+    ) -> Pairs | None:
+        """Take in a prompt, or its next chunk.
 
         Args:
-            tokens: [B, T] int64 prompt tokens, right-padded.
+            tokens: [B, T] int64 tokens of the whole prompt, right-padded.
             lengths: [B] int32 prompt lengths.
-            features: [B, T, F] the target's states of all prompt tokens.
+            features: [B, n, F] the target's states of the prompt tokens `first .. first + n - 1`.
+            first: where the chunk begins; 0 forgets whatever was there.
 
         Returns:
-            The T - 1 pairs whose token is known, padded; run them through the network. None if there is no such pair.
+            The pairs of these states whose token is known, padded; run them through the network. Their `counts` leave
+            out the newest pairs of a row, those that the first `read` gives. None if there is no such pair.
         """
+        num_places, num_pairs = features.shape[1], min(features.shape[1], tokens.shape[1] - 1 - first)
         self.cache.lengths.copy_((lengths - 1 - self.keep).clamp(min=0))
-        first = self.cache.lengths.long()[:, None] + self._columns
-        inside = first.clamp(max=tokens.shape[1] - 1)
-        following = (first + 1).clamp(max=tokens.shape[1] - 1)
-        self._features.copy_(features.gather(1, inside[:, :, None].expand(-1, -1, features.shape[2])))
-        self._tokens.copy_(tokens.gather(1, following))
+        pending = self.cache.lengths.long()[:, None] + self._columns
+        place = (pending - first)[:, :, None].expand(-1, -1, features.shape[2])
+        found = features.gather(1, place.clamp(0, num_places - 1))
+        # places before the chunk were found in theirs; those behind it, or behind the row, hold some state or other
+        self._features.copy_(found if first == 0 else torch.where(place >= 0, found, self._features))
+        self._tokens.copy_(tokens.gather(1, (pending + 1).clamp(max=tokens.shape[1] - 1)))
         self._counts.copy_(lengths - self.cache.lengths)
-        num_pairs = tokens.shape[1] - 1
-        if num_pairs == 0:
+        if num_pairs <= 0:
             return None
-        visible = PromptPass(start=0, num_tokens=num_pairs, batch_size=tokens.shape[0], device=tokens.device)
+        visible = PromptPass(start=first, num_tokens=num_pairs, batch_size=tokens.shape[0], device=tokens.device)
         return Pairs(
-            features=features[:, :-1],
-            tokens=tokens[:, 1:],
-            counts=lengths.long() - 1,
+            features=features[:, :num_pairs],
+            tokens=tokens[:, first + 1 : first + 1 + num_pairs],
+            counts=(self.cache.lengths.long() - first).clamp(0, num_pairs),
             positions=visible.positions,
             attend=CachedAttention(self.cache, visible),
         )

@@ -90,24 +90,31 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """What the prompt's passes give.
+    """What the target says about a chunk of the prompt, tokens `first .. first + T - 1` of every row.
 
     Attributes:
-        scores: what the LM head says at each row's last prompt token, the one place of it.
-        hidden: [B, T, C] states of all prompt tokens, right-padded; rows are valid up to their length.
+        scores: what the LM head says at each row's last prompt token, the one place of it; once the last chunk was
+            run. Before that a row whose last token is still to come has the scores of another place.
+        hidden: [B, T, C] states of the chunk's tokens, right-padded; rows are valid up to their length.
         taps: as in `TargetOutput`, [B, T, C].
+        first: where the chunk begins; 0 for the first one, and for a prompt that is run in one piece.
     """
 
     scores: Scores
     hidden: torch.Tensor
     taps: tuple[torch.Tensor, ...] = ()
+    first: int = 0
 
     @property
     def logits(self) -> torch.Tensor:
         """[B, V] at each row's last prompt token; written when first asked for."""
         return self.scores.logits[:, 0]
 
-    def last_hidden(self, lengths: torch.Tensor) -> torch.Tensor:
-        """[B, C] state of each row's last prompt token; `lengths` is [B]."""
-        rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
-        return self.hidden[rows, lengths.long() - 1]
+    def last_hidden(self, lengths: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """[B, C] state of each row's last prompt token where it is in this chunk, elsewhere `before [B, C]`.
+
+        Every row's is in one chunk, so that whoever asks at all of them has it at the end. `lengths` is [B].
+        """
+        rows, place = torch.arange(self.hidden.shape[0], device=self.hidden.device), lengths.long() - 1 - self.first
+        is_here = (place >= 0) & (place < self.hidden.shape[1])
+        return torch.where(is_here[:, None], self.hidden[rows, place.clamp(0, self.hidden.shape[1] - 1)], before)

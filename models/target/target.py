@@ -29,9 +29,12 @@ from specdec.models.target.fused import fused_layers
 from specdec.models.target.scores import PrefillOutput, Scores, TargetOutput
 from specdec.models.target.sharding import Sharding
 
-__all__ = ["PrefillOutput", "Target", "TargetOutput"]
+__all__ = ["PREFILL_CHUNK_SIZE", "PrefillOutput", "Target", "TargetOutput"]
 
 T = TypeVar("T")
+PREFILL_CHUNK_SIZE = 2048
+"""Prompt tokens per row that one pass reads: enough for full speed, few enough for their states to be small."""
+
 _ATTENTION_NAME = "specdec"
 # Keywords by which other families change attention itself; ignoring one would change the model's output.
 _UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
@@ -170,40 +173,60 @@ class Target:
             return TargetOutput(Scores.of(logits), *self._take_states())
 
     def prefill(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = 2048
+        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = PREFILL_CHUNK_SIZE
     ) -> PrefillOutput:
-        """Run the prompt and leave its keys and values in the cache.
+        """Run the prompt and hold the states of all its tokens; arguments as of `prefill_chunks`.
+
+        Returns:
+            Scores at each row's last token, and the states of all tokens as one chunk.
+        """
+        chunks = list(self.prefill_chunks(tokens, lengths, cache, chunk_size=chunk_size))
+        taps = zip(*(chunk.taps for chunk in chunks), strict=True)
+        hidden = torch.cat([chunk.hidden for chunk in chunks], 1)
+        return PrefillOutput(chunks[-1].scores, hidden, tuple(torch.cat(tap, 1) for tap in taps))
+
+    def prefill_chunks(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = PREFILL_CHUNK_SIZE
+    ) -> Iterator[PrefillOutput]:
+        """Run the prompt chunk by chunk and leave its keys and values in the cache.
+
+        What a chunk says about its tokens is gone when the next one runs, unless the caller keeps it.
 
         Args:
             tokens: [B, T] int64, right-padded with any valid token.
             lengths: [B] int32 prompt lengths, at least 1.
-            cache: an empty cache with room for T tokens per row; its lengths are set.
+            cache: a cache with room for T tokens per row; its lengths are set with the last chunk.
             chunk_size: tokens per pass and row, which bounds the memory of a long prompt.
-
-        Returns:
-            Logits of each row's last token and the states of all tokens.
         """
-        hidden: list[torch.Tensor] = []
-        taps: list[list[torch.Tensor]] = [[] for _ in self.tap_layers]
+        if tokens.shape[1] < 1:
+            raise ValueError(f"tokens: expected at least one token per row, got shape {list(tokens.shape)}")
         last = lengths.long() - 1
         ends: list[Scores] = []
-        for start in range(0, tokens.shape[1], chunk_size):
-            chunk = tokens[:, start : start + chunk_size]
-            columns, column_of_row = torch.unique((last - start).clamp(0, chunk.shape[1] - 1), return_inverse=True)
-            model_pass = PromptPass(
-                start=start, num_tokens=chunk.shape[1], batch_size=chunk.shape[0], device=self.device
-            )
-            scores = self._forward(chunk, model_pass.positions, model_pass, cache, columns)
-            ends.append(scores.at(column_of_row))  # for the rows whose last token lies in this chunk
-            chunk_hidden, chunk_taps = self._take_states()
-            hidden.append(chunk_hidden)
-            for kept, tap in zip(taps, chunk_taps, strict=True):
-                kept.append(tap)
-        if not ends:
-            raise ValueError(f"tokens: expected at least one token per row, got shape {list(tokens.shape)}")
-        cache.lengths.copy_(lengths)
-        end_scores = Scores.side_by_side(ends).at(last // chunk_size)
-        return PrefillOutput(end_scores, torch.cat(hidden, 1), tuple(torch.cat(tap, 1) for tap in taps))
+        for first in range(0, tokens.shape[1], chunk_size):
+            chunk = tokens[:, first : first + chunk_size]
+            columns, column_of_row = torch.unique((last - first).clamp(0, chunk.shape[1] - 1), return_inverse=True)
+            # for the rows whose last token lies in this chunk
+            ends.append(self._run_chunk(chunk, first, cache, columns).at(column_of_row))
+            if first + chunk_size >= tokens.shape[1]:
+                cache.lengths.copy_(lengths)
+            scores = Scores.side_by_side(ends).at((last // chunk_size).clamp(max=len(ends) - 1))
+            yield PrefillOutput(scores, *self._take_states(), first=first)
+
+    def read_chunk(self, tokens: torch.Tensor, first: int, cache: KVCache) -> None:
+        """Leave the keys and values of a chunk of the prompt in the cache, whose lengths stay.
+
+        Args:
+            tokens: [B, n] int64, right-padded with any valid token.
+            first: the chunk's place in the prompt; what comes before it was read already.
+            cache: a cache with room for `first + n` tokens per row.
+        """
+        self._run_chunk(tokens, first, cache, torch.zeros(1, dtype=torch.int64, device=self.device))
+        self._take_states()
+
+    def _run_chunk(self, tokens: torch.Tensor, first: int, cache: KVCache, columns: torch.Tensor) -> Scores:
+        """A pass over tokens `first .. first + n - 1` of the prompt; scores [B, m] at m columns of them."""
+        model_pass = PromptPass(start=first, num_tokens=tokens.shape[1], batch_size=tokens.shape[0], device=self.device)
+        return self._forward(tokens, model_pass.positions, model_pass, cache, columns)
 
     def score(
         self,

@@ -17,6 +17,7 @@ from specdec.commands.options import (
     add_decoding,
     chat_template_of,
     check_positive,
+    given,
     load_for_decoding,
     sampling_of,
 )
@@ -45,10 +46,11 @@ def add_to(commands: "Commands") -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    check_positive(options, "max_new_tokens")
+    check_positive(options, "max_new_tokens", "prefill_chunk_size")
     template = chat_template_of(options)
     limits = {"max_new_tokens": options.max_new_tokens, "seed": options.seed}
-    chat = Chat(*load_for_decoding(options), options.system, template, **limits, generation=sampling_of(options))
+    generation = {**sampling_of(options), **given(options, "prefill_chunk_size")}
+    chat = Chat(*load_for_decoding(options), options.system, template, **limits, generation=generation)
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         with contextlib.suppress(ImportError):

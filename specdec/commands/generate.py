@@ -5,7 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from specdec.commands.options import add_decoding, check_positive, load_for_decoding, sampling_of
+from specdec.commands.options import add_decoding, check_positive, given, load_for_decoding, sampling_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ def _run(options: argparse.Namespace) -> int:
     from specdec.commands.text import CompletionStream, describe_run
     from specdec.generation.generate import SpecDecodeOutput, generate
 
-    check_positive(options, "max_new_tokens")
+    check_positive(options, "max_new_tokens", "prefill_chunk_size")
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     target, drafter, tokenizer = load_for_decoding(options)
     prompt = tokenizer(text, return_tensors="pt").input_ids.long()
@@ -45,6 +45,7 @@ def _run(options: argparse.Namespace) -> int:
         streamer=None if options.json else CompletionStream(console, tokenizer, show_prompt=True),
         seed=options.seed,
         max_new_tokens=options.max_new_tokens,
+        **given(options, "prefill_chunk_size"),
         return_dict_in_generate=True,
         **sampling_of(options),
     )

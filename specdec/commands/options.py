@@ -46,6 +46,8 @@ def add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
     parser.add_argument("--top-k", type=int, help="implies --do-sample; 0 keeps all tokens")
     parser.add_argument("--seed", type=int, help="of sampling: the same seed gives the same text")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help="default: %(default)s")
+    chunk = "prompt tokens that are read at a time; fewer take less memory"
+    parser.add_argument("--prefill-chunk-size", type=int, metavar="N", help=chunk)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

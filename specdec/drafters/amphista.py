@@ -61,7 +61,7 @@ class Amphista(NetworkDrafter):
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the adaptation layers over the prompt."""
-        pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
+        pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden, first=output.first)
         if pairs is not None:
             self._adapt(pairs)
 

@@ -108,9 +108,10 @@ class DraftModel(Drafter):
         self._previous = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Run the prompt through the draft model."""
-        self.draft_target.prefill(self._known(prompt.tokens), prompt.lengths, self._cache)
-        self._cache.lengths -= 1  # the token before the root is fed again, with it
+        """Run the chunk through the draft model."""
+        end = output.first + output.hidden.shape[1]
+        self.draft_target.read_chunk(self._known(prompt.tokens[:, output.first : end]), output.first, self._cache)
+        self._cache.lengths.copy_(prompt.lengths - 1)  # the token before the root is fed again, with it
         last = (prompt.lengths.long() - 1)[:, None]
         self._previous.copy_(prompt.tokens.gather(1, last)[:, 0])
 

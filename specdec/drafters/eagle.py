@@ -91,7 +91,7 @@ class Eagle(NetworkDrafter):
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Read the prompt."""
-        pairs = self._prefix.start(prompt.tokens, prompt.lengths, self._features(output))
+        pairs = self._prefix.start(prompt.tokens, prompt.lengths, self._features(output), first=output.first)
         if pairs is not None:
             self._run(self.network.read(pairs.features), pairs.tokens, pairs.positions, pairs.attend)
 

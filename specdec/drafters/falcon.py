@@ -90,11 +90,11 @@ class Falcon(NetworkDrafter):
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the LSTM over the prompt and keep the keys and values of its pairs."""
-        self._state.zero_()
-        pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
+        if output.first == 0:
+            self._state.zero_()
+        pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden, first=output.first)
         if pairs is not None:
-            counts = self._prefix.cache.lengths
-            fused, state = self.network.fuse_prompt(pairs.features, self.embed(pairs.tokens), counts)
+            fused, state = self.network.fuse_prompt(pairs.features, self.embed(pairs.tokens), pairs.counts, self._state)
             self._state.copy_(state)
             self.network.decode(fused, pairs.positions, pairs.attend)
 

@@ -75,9 +75,9 @@ class Hydra(NetworkDrafter):
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Begin from the state of the last prompt token; prefix attention reads all of them."""
         if not self.network.config.prefix_attention:
-            self._hidden.copy_(output.last_hidden(prompt.lengths))
+            self._hidden.copy_(output.last_hidden(prompt.lengths, self._hidden))
             return
-        pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
+        pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden, first=output.first)
         if pairs is not None:
             self.network.encode(pairs.features, pairs.positions, pairs.attend)
 

@@ -60,7 +60,7 @@ class Medusa(NetworkDrafter):
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Begin from the state of the last prompt token."""
-        self._hidden.copy_(output.last_hidden(prompt.lengths))
+        self._hidden.copy_(output.last_hidden(prompt.lengths, self._hidden))
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Candidates of every head, laid out as the tree."""

@@ -79,12 +79,14 @@ class ParallelSpec(NetworkDrafter):
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Read the prompt."""
         if self.network.config.variant == "eagle":
-            pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden)
+            pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden, first=output.first)
         else:
             # pairs without a feature; one token in front gives the first token of the text a pair, and position 0
             tokens = torch.nn.functional.pad(prompt.tokens, (1, 0))
-            nothing = output.hidden.new_empty(*tokens.shape, 0)
-            pairs = self._prefix.start(tokens, prompt.lengths + 1, nothing)
+            batch_size, num_new = output.hidden.shape[:2]
+            first = 0 if output.first == 0 else output.first + 1
+            nothing = output.hidden.new_empty(batch_size, output.first + num_new + 1 - first, 0)
+            pairs = self._prefix.start(tokens, prompt.lengths + 1, nothing, first=first)
         if pairs is not None:
             self.network(self.network.read(self.embed(pairs.tokens), pairs.features), pairs.positions, pairs.attend)
 

@@ -135,9 +135,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Begin a generation: the target has run the prompt and nothing was emitted yet.
+        """Begin a generation: the target has run the prompt, or a chunk of it, and nothing was emitted yet.
 
-        The prompt has the batch size of `allocate`, and no more tokens than were announced there.
+        Long prompts are run in chunks, so that nobody holds the states of all their tokens. This is called with every
+        chunk in its order, the first with `output.first == 0`, before the next one is run; and has read the whole
+        prompt after the last one.
+
+        Args:
+            prompt: all of it, with the batch size of `allocate` and no more tokens than were announced there.
+            output: what the target says about the tokens of the chunk.
         """
 
     @abstractmethod

@@ -94,6 +94,7 @@ def _checks(vocab_size: int) -> dict[str, tuple[str, Callable[[Any], bool]]]:
         "max_length": ("an int", _is_int),
         "max_time": ("a number of seconds over 0", _is_positive),
         "num_return_sequences": ("an int of at least 1", lambda value: _is_int(value, 1)),
+        "prefill_chunk_size": ("an int of at least 1", lambda value: _is_int(value, 1)),
         "eos_token_id": ("an int or several", lambda value: _is_int(value) or _is_list(value, _is_int)),
         "pad_token_id": ("an int", _is_int),
         "stop_strings": (

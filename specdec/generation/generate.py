@@ -130,12 +130,7 @@ def generate(
     decoder = _decoder(target, proposer, rule, keep=proposer is drafter, max_new_tokens=settings.max_new_tokens)
     decoder.check_prompts(prompts, settings.max_new_tokens)
     host = HostSteps(
-        prompts,
-        criteria=[*_stop_strings(config, tokenizer), *(stopping_criteria or ())],
-        max_time=config.max_time,
-        streamer=streamer,
-        keep_logits=bool(config.output_logits),
-        keep_scores=bool(config.output_scores),
+        prompts, config, criteria=[*_stop_strings(config, tokenizer), *(stopping_criteria or ())], streamer=streamer
     )
     host.begin(ids)
     result = decoder.decode(
@@ -145,6 +140,7 @@ def generate(
         seed=seed,
         processing=processing,
         **host.arguments(),
+        prefill_chunk_size=config.prefill_chunk_size,
         keep_cache=bool(config.return_dict_in_generate),
     )
     host.end()

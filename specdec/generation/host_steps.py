@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from specdec.loop.step import StepReport
 
@@ -20,31 +21,29 @@ class HostSteps:
 
     Args:
         prompts: per row its 1-D prompt, without padding.
+        config: says whether to keep the target's logits (`output_logits`) and the processed ones (`output_scores`) of
+            every new token, and after how many seconds (`max_time`) all rows end with the step that is running.
         criteria: transformers' `StoppingCriteria`s, called with the ids of one row, [1, t].
-        max_time: seconds after which all rows end with the step that is running.
         streamer: gets each step's new tokens; for one row.
-        keep_logits: keep the target's logits of every new token.
-        keep_scores: keep the processed logits of every new token.
     """
 
     def __init__(
         self,
         prompts: Sequence[torch.Tensor],
+        config: GenerationConfig,
         *,
         criteria: Sequence[Any] = (),
-        max_time: float | None = None,
         streamer: Any | None = None,
-        keep_logits: bool = False,
-        keep_scores: bool = False,
     ) -> None:
         self._texts = [prompt.cpu() for prompt in prompts]
         self._criteria = criteria
-        self._deadline = None if max_time is None else time.monotonic() + max_time
+        self._deadline = None if config.max_time is None else time.monotonic() + config.max_time
         self._streamer = streamer
-        self._logits: list[list[torch.Tensor]] | None = [[] for _ in prompts] if keep_logits else None
-        self._scores: list[list[torch.Tensor]] | None = [[] for _ in prompts] if keep_scores else None
-        self._reads_logits = keep_logits or keep_scores
-        self._is_needed = bool(criteria) or max_time is not None or streamer is not None or self._reads_logits
+        self._logits: list[list[torch.Tensor]] | None = [[] for _ in prompts] if config.output_logits else None
+        self._scores: list[list[torch.Tensor]] | None = [[] for _ in prompts] if config.output_scores else None
+        self._reads_logits = self._logits is not None or self._scores is not None
+        has_code = bool(criteria) or self._deadline is not None or streamer is not None
+        self._is_needed = has_code or self._reads_logits
 
     def arguments(self) -> dict[str, Any]:
         """As keywords of `Decoder.decode`."""

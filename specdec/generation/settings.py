@@ -21,7 +21,7 @@ __all__ = ["Settings", "merge_settings", "read_prompts", "read_settings"]
 
 _USED_FIELDS = {*PROCESSOR_FIELDS, *WARPER_FIELDS} | set(
     "max_length max_new_tokens eos_token_id pad_token_id do_sample return_dict_in_generate max_time stop_strings "
-    "output_scores output_logits num_return_sequences".split()
+    "output_scores output_logits num_return_sequences prefill_chunk_size".split()
 )
 # from `early_stopping` on: of beam search, of transformers' own assisted decoding and of its compiled caches
 _IRRELEVANT_FIELDS = set(

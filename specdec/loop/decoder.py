@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from specdec.common.checks import check_at_least
 from specdec.common.randomness import row_seeds
 from specdec.drafters.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt, Room
@@ -25,7 +26,7 @@ from specdec.loop.stats import AcceptanceStats
 from specdec.loop.step import Generation, NonFiniteLogitsError, OnStep
 from specdec.loop.timing import PhaseTimer
 from specdec.models.common.cache import KVCache
-from specdec.models.target.target import Target
+from specdec.models.target.target import PREFILL_CHUNK_SIZE, Target
 
 __all__ = ["DecodeResult", "Decoder", "without_autograd"]
 
@@ -105,6 +106,7 @@ class Decoder:
         processing: Processing | None = None,
         on_step: OnStep | None = None,
         reads_logits: bool = True,
+        prefill_chunk_size: int | None = None,
         keep_cache: bool = False,
     ) -> DecodeResult:
         """Decode a batch of prompts.
@@ -119,13 +121,17 @@ class Decoder:
             processing: what happens to the target's logits before tokens are chosen.
             on_step: called after prefill and after every step; costs a synchronisation per step, and captures nothing.
             reads_logits: whether `on_step` reads logits; greedy decoding writes none for one that does not.
+            prefill_chunk_size: prompt tokens per row that one pass reads, 2048 by default; what a long prompt
+                takes beside the cache grows with this and not with its length.
             keep_cache: return the keys and values, which after captured steps takes a copy of them.
 
         Raises:
             ValueError: an empty prompt, or more tokens than fit into the model's context.
+            torch.OutOfMemoryError: the device has no room; the message says which size to lower.
             NonFiniteLogitsError: the target's logits are NaN; the message says at which step.
         """
         self.check_prompts(prompts, max_new_tokens)
+        check_at_least(1, {"prefill_chunk_size": prefill_chunk_size})
         device, num_rows = self.target.device, len(prompts)
         seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows)
         seeds = self.target.broadcast_from_first(seeds.to(device))
@@ -141,16 +147,21 @@ class Decoder:
                 )
             rows = num_rows if captured is None else captured.state.room.batch_size
             prompt = Prompt.padded(prompts, rows, max_length, device)
+            chunk_size = PREFILL_CHUNK_SIZE if prefill_chunk_size is None else prefill_chunk_size
             with timer.phase("prefill"):
                 if captured is None:
                     room = Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens)
-                    self.drafter.allocate(room, device)
-                    state, drafter = self._new_state(room, device), self.drafter
+                    with self._explaining_lack_of_memory(num_rows, max_length):
+                        self.drafter.allocate(room, device)
+                        state, drafter = self._new_state(room, device), self.drafter
                 else:
                     state, drafter = captured.state, captured.generation.drafter
                 host_reads = on_step is not None and reads_logits
                 generation = self._generation(state, drafter, stops, processing, timer, host_reads=host_reads)
-                first = generation.begin(prompt, max_new_tokens, seeds)
+                num_tokens = min(chunk_size, prompt.tokens.shape[1])
+                advice = f"lower prefill_chunk_size (here {num_tokens} tokens of {rows} rows at a time) or the batch"
+                with self._explaining_lack_of_memory(num_rows, max_length, advice):
+                    first = generation.begin(prompt, max_new_tokens, seeds, prefill_chunk_size=chunk_size)
             if captured is None:
                 generation.run(first, on_step)
             else:
@@ -277,15 +288,14 @@ class Decoder:
         if found is not None or not may_capture:
             return found
         try:
-            with timer.phase("capture"):
+            with timer.phase("capture"), self._explaining_lack_of_memory(batch_size, max_length):
                 memory = captured.memory(batch_size, max_length)
                 if memory is None:
                     room = captured.room(batch_size, max_length)
                     memory = captured.keep(self._lay_out(room, self.target.device))
                 return captured.record(memory, key, self._thrown_away(memory, processing, num_stop_tokens))
-        except BaseException as error:
+        except BaseException:
             captured.release()
-            self._explain_lack_of_memory(error, batch_size, max_length)
             raise
 
     def _thrown_away(self, memory: Memory, processing: Processing, num_stop_tokens: int) -> Generation:
@@ -298,15 +308,22 @@ class Decoder:
         generation.begin(prompt, state.room.max_new_tokens, torch.zeros_like(state.uniforms.seeds))
         return generation
 
-    def _explain_lack_of_memory(self, error: BaseException, batch_size: int, max_length: int) -> None:
-        """Raise what ran out of memory again, with what was needed; return for any other error."""
-        is_allocator = isinstance(error, torch.OutOfMemoryError)
-        if not is_allocator and not (isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)):
+    @contextmanager
+    def _explaining_lack_of_memory(
+        self, batch_size: int, max_length: int, advice: str = "lower max_new_tokens, the batch or the tree"
+    ) -> Iterator[None]:
+        """Say of an error that tells of too little memory what was needed and what to do."""
+        try:
+            yield
             return
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as raised:
+            if not isinstance(raised, torch.OutOfMemoryError) and "out of memory" not in str(raised):
+                raise
+            error = raised
         plan = self.describe(batch_size=batch_size, max_length=max_length).plan
         raise type(error)(
             f"memory: expected {plan.total_bytes / 2**30:.2f} GiB on {self.target.device} beside the results of "
-            f"passes, got {str(error).splitlines()[0]}; lower max_new_tokens, the batch or the tree\n{plan}"
+            f"passes, got {str(error).splitlines()[0]}; {advice}\n{plan}"
         ) from error
 
     def _replay(self, captured: CapturedStep, generation: Generation, max_steps: int) -> None:

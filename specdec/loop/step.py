@@ -16,7 +16,7 @@ from specdec.loop.rules import AcceptanceRule, Limits
 from specdec.loop.state import DecodeState
 from specdec.loop.timing import PhaseTimer
 from specdec.models.target.scores import Scores
-from specdec.models.target.target import PrefillOutput, Target, TargetOutput
+from specdec.models.target.target import PREFILL_CHUNK_SIZE, PrefillOutput, Target, TargetOutput
 
 __all__ = ["Generation", "NonFiniteLogitsError", "OnStep", "StepOutput", "StepReport"]
 
@@ -89,12 +89,23 @@ class Generation:
     timer: PhaseTimer
     needs_logits: bool
 
-    def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor) -> StepOutput:
-        """Run the prompt, start the drafter and emit the first token; arguments as of `DecodeState.begin`."""
+    def begin(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        seeds: torch.Tensor,
+        *,
+        prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
+    ) -> StepOutput:
+        """Run the prompt, start the drafter and emit the first token; arguments as of `DecodeState.begin`.
+
+        The target reads `prefill_chunk_size` tokens of every row at a time, and the drafter after it.
+        """
         state = self.state
         state.begin(prompt, max_new_tokens, seeds)
-        output = self.target.prefill(prompt.tokens, prompt.lengths, state.cache)
-        self.drafter.start(prompt, output)
+        chunks = self.target.prefill_chunks(prompt.tokens, prompt.lengths, state.cache, chunk_size=prefill_chunk_size)
+        for output in chunks:
+            self.drafter.start(prompt, output)
         scores = self._scores(output)
         processed = self._process(scores, None)
         root = self.target.broadcast_from_first(self.rule.first(processed, state.uniforms))

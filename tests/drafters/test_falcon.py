@@ -122,7 +122,7 @@ def test_all_three_ways_through_the_lstm_agree(recurrent, generator):
     counts = torch.tensor([7, 0, 3])
     start = torch.zeros(3, network.state_size)
     fused, states = network.fuse(features, embedded, start)
-    prompt, state = network.fuse_prompt(features, embedded, counts)
+    prompt, state = network.fuse_prompt(features, embedded, counts, start)
     after = torch.cat((start[:, None], states), 1)
     for row, count in enumerate(counts):
         torch.testing.assert_close(prompt[row, :count], fused[row, :count])
@@ -134,6 +134,11 @@ def test_all_three_ways_through_the_lstm_agree(recurrent, generator):
     # in two parts, the second going on where the first ended
     second, _ = network.fuse(features[:, 4:], embedded[:, 4:], states[:, 3])
     torch.testing.assert_close(second, fused[:, 4:])
+    early = counts.clamp(max=4)
+    _, between = network.fuse_prompt(features[:, :4], embedded[:, :4], early, start)
+    rest, end = network.fuse_prompt(features[:, 4:], embedded[:, 4:], counts - early, between)
+    torch.testing.assert_close(rest[0], fused[0, 4:])
+    torch.testing.assert_close(end, state)
     changed = network.fuse(features + (torch.arange(7) == 0)[:, None], embedded, start)[0]
     assert torch.equal(changed[:, 1:], fused[:, 1:]) != recurrent
 
