@@ -8,13 +8,14 @@ Left alone: whatever is no plain `nn.Linear`, shares its weights with another mo
 carries hooks, or has a `forward` of someone else (offloading, compiled or replaced layers).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Packer", "is_bare", "is_free"]
+__all__ = ["Packer", "is_bare", "is_free", "pack_network", "packed"]
 
 _RECORDERS = "transformers.utils.output_capturing"
 
@@ -65,7 +66,32 @@ class Packer:
         )
 
 
-def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
+def pack_network(network: nn.Module, dtype: torch.dtype) -> None:
+    """Pack the linear layers that the modules of a network name in `side_by_side`, as far as that may be.
+
+    Args:
+        network: its modules may have an attribute `side_by_side`, names of children that read the same input.
+        dtype: of its parameters.
+    """
+    uses = Counter(id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False))
+    packer = Packer(dtype, {identity for identity, count in uses.items() if count > 1})
+    for module in network.modules():
+        names = getattr(module, "side_by_side", None)
+        if names is not None:
+            packer.pack([getattr(module, name) for name in names])
+
+
+def packed(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias of the layers as one, without gradients, if they lie together; None if they do not."""
+    weight = _joined([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if weight is None or len(biases) not in (0, len(linears)):
+        return None
+    bias = _joined(biases) if biases else None
+    return None if biases and bias is None else (weight, bias)
+
+
+def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The parameters as one tensor, if they lie one after the other in one storage."""
     first = parameters[0].detach()
     # by storage and place in it, not by address: weights without data, on "meta", have none

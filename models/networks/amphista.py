@@ -11,14 +11,16 @@ What the equations leave open (residuals, norms, biases, initial values) is argu
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specdec.kernels.common.launch import Backend
 from specdec.kernels.draft_heads import draft_heads
 from specdec.models.common.lm_heads import LMHeads
+from specdec.models.common.ops import projected, rms_normed
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, LayerNetworkConfig, Rotary
 
@@ -68,6 +70,8 @@ class AmphistaConfig(LayerNetworkConfig):
 class _BlockLayer(nn.Module):
     """Unmasked self-attention among the K heads of one place, pre-norm and residual, without rotary embedding."""
 
+    side_by_side: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+
     def __init__(self, config: DraftLayerConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -78,13 +82,10 @@ class _BlockLayer(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, backend: Backend | None) -> torch.Tensor:
         """[N, K, C] states of the heads to [N, K, C]."""
-        normed = self.norm(states)
-        heads = (*states.shape[:2], -1, self.head_dim)
-        query, key, value = (
-            project(normed).view(heads).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        parts = projected(rms_normed(states, self.norm, backend), (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
         return states + self.o_proj(attended.transpose(1, 2).flatten(2))
 
@@ -134,10 +135,10 @@ class AmphistaNetwork(DraftNetwork):
             What the first floor(K / 2) heads read and what the others read, each [B, T, C].
         """
         stages = [features]
-        cos_sin = self.rotary(features, positions)
+        rotation = self.rotary.at(features, positions)
         for index, (fc, layer) in enumerate(zip(self.fc, self.layers, strict=True)):
             read = stages[-1] if embedded is None else torch.cat((stages[-1], embedded), -1)
-            stages.append(layer(fc(read), cos_sin, attend, layer=index))
+            stages.append(layer(fc(read), rotation, attend, backend=self.backend, layer=index))
         # two adaptation layers give (h1, h2); with fewer there is one state for all heads
         return stages[min(1, len(stages) - 1)], stages[-1]
 
@@ -161,7 +162,7 @@ class AmphistaNetwork(DraftNetwork):
         if self.position_encoding is not None:
             states = states + self.position_encoding
         for layer in self.block:
-            states = layer(states)
+            states = layer(states, self.backend)
         return states
 
     def logits(self, states: torch.Tensor, heads: slice) -> torch.Tensor:

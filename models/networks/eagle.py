@@ -81,7 +81,7 @@ class EagleNetwork(DraftNetwork):
             [B, T, C] guessed states of the tokens after.
         """
         joined = torch.cat((embedded.to(states.dtype), states), -1)
-        return self.layers[0](self.fc(joined), self.rotary(states, positions), attend)
+        return self.layers[0](self.fc(joined), self.rotary.at(states, positions), attend, backend=self.backend)
 
     def logits(self, states: torch.Tensor, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Logits [.., V] of the token after next, of the target's `lm_head` on `states [.., C]` of `forward`."""

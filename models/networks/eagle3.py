@@ -13,14 +13,16 @@ Parameter names are those of the authors' files. The embedding is the target's a
 of its own. Who uses which switch: docs/drafters/eagle.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from specdec.kernels.common.launch import Backend
+from specdec.models.common.ops import rms_normed
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, LayerNetworkConfig, Rotary
 
@@ -161,19 +163,28 @@ class Eagle3Network(DraftNetwork):
     def read(self, features: torch.Tensor) -> torch.Tensor:
         """What takes the place of guesses at tokens that the target has seen: [B, T, F] to [B, T, C]."""
         if self.input_norm is not None:
-            features = self.input_norm(features)
+            features = rms_normed(features, self.input_norm, self.backend)
         if self.fc_norm:
-            taps = features.chunk(len(self.fc_norm), -1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
+            norms = cast("Sequence[nn.RMSNorm]", self.fc_norm)
+            taps = features.chunk(len(norms), -1)
+            features = torch.cat(
+                [rms_normed(tap, norm, self.backend) for norm, tap in zip(norms, taps, strict=True)], -1
+            )
         return self.fc(features)
 
     def forward(
         self, states: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """As `EagleNetwork`; `embedded` is of `embed_tokens` if there is one."""
-        residual, attention_input = self.midlayer.read(embedded.to(states.dtype), states)
-        states = self.midlayer(residual, self.rotary(states, positions), attend, attention_input=attention_input)
-        return self.norm(states) if self.config.norm_output else states
+        residual, attention_input = self.midlayer.read(embedded.to(states.dtype), states, self.backend)
+        return self.midlayer(
+            residual,
+            self.rotary.at(states, positions),
+            attend,
+            backend=self.backend,
+            attention_input=attention_input,
+            norm=self.norm if self.config.norm_output else None,
+        )
 
     def logits(self, states: torch.Tensor, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Logits of the token after next.
@@ -189,7 +200,7 @@ class Eagle3Network(DraftNetwork):
 
     def lm_states(self, states: torch.Tensor) -> torch.Tensor:
         """What enters the LM head, the target's or its own: [.., C] of `forward` to [.., C]."""
-        return states if self.config.norm_output else self.norm(states)
+        return states if self.config.norm_output else rms_normed(states, self.norm, self.backend)
 
     @torch.no_grad()
     def set_draft_vocabulary(self, target_ids: torch.Tensor) -> None:
@@ -241,9 +252,11 @@ class _MidLayer(DraftLayer):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._norm_before_residual = norm_before_residual
 
-    def read(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, embedded: torch.Tensor, states: torch.Tensor, backend: Backend | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, T, C] where the residual stream starts, and [B, T, 2 C] what queries, keys and values are made from."""
         assert self.input_layernorm is not None
-        normed = self.hidden_norm(states)
-        joined = torch.cat((self.input_layernorm(embedded), normed), -1)
+        normed = rms_normed(states, self.hidden_norm, backend)
+        joined = torch.cat((rms_normed(embedded, self.input_layernorm, backend), normed), -1)
         return normed if self._norm_before_residual else states, joined

@@ -99,7 +99,7 @@ class FalconNetwork(DraftNetwork):
 
     def decode(self, fused: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The decoder layer: [B, T, C] outputs of the LSTM to guesses of states."""
-        return self.layers[0](fused, self.rotary(fused, positions), attend)
+        return self.layers[0](fused, self.rotary.at(fused, positions), attend, backend=self.backend)
 
     @torch.no_grad()
     def start_from(self, embedding: torch.Tensor) -> None:

@@ -137,8 +137,10 @@ class _Prefix(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return self.norm(self.layer(hidden, self.rotary(hidden, positions), attend))
+    def forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, backend: Backend | None
+    ) -> torch.Tensor:
+        return self.layer(hidden, self.rotary.at(hidden, positions), attend, backend=backend, norm=self.norm)
 
 
 class HydraNetwork(DraftNetwork):
@@ -163,7 +165,7 @@ class HydraNetwork(DraftNetwork):
         Returns:
             [B, T, C].
         """
-        return hidden if self.prefix is None else self.prefix(hidden, positions, attend)
+        return hidden if self.prefix is None else self.prefix(hidden, positions, attend, self.backend)
 
     def forward(self, head: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits of one head.

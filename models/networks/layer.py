@@ -7,12 +7,14 @@ Shapes:     x [B, T, C]; positions [B or 1, T]; queries [B, T, HQ, D], keys and 
 
 The layer does not know where its keys and values go or who sees whom: `Attend` decides. `CachedAttention` writes them
 to a `KVCache` and attends as a pass says (inference); `MaskedAttention` keeps nothing (training). So a network has one
-forward for both. Parameter names are those of transformers, so that published checkpoints load as they are.
+forward for both; what surrounds attention runs on kernels where nothing is learnt (`specdec.models.common.ops`).
+Parameter names are those of transformers, so that published checkpoints load as they are.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,27 +22,35 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from specdec.kernels.common.launch import Backend
+from specdec.kernels.rope_kv_write import rope_kv_write
 from specdec.models.common.cache import KVCache
+from specdec.models.common.ops import add_rms_normed, gated, projected, rms_normed
 from specdec.models.common.passes import PromptPass, TreePass
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Attend", "CachedAttention", "DraftLayer", "DraftLayerConfig", "LayerNetworkConfig", "MaskedAttention"]
-__all__ += ["Rotary"]
+__all__ += ["Rotary", "Rotation", "attend_among", "rotary_table"]
+
+_ROPE_OF_THE_WHOLE_TEXT = ("dynamic", "longrope")  # frequencies depend on how long the text is
 
 
 class Attend(Protocol):
     """Attention of one layer of a draft network."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend.
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: "Rotation"
+    ) -> torch.Tensor:
+        """Rotate queries and keys to their positions, and attend.
 
         Args:
             layer: index of the layer in its network.
-            query: [B, T, HQ, D], rotary embedding applied.
-            key: [B, T, HK, D], the same.
+            query: [B, T, HQ, D].
+            key: [B, T, HK, D].
             value: [B, T, HK, D].
+            rotation: the rotary embedding of the pass.
 
         Returns:
             [B, T, HQ, D].
@@ -50,16 +60,32 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CachedAttention:
-    """Write keys and values to the slots of a pass and attend to what the pass makes visible."""
+    """Write keys and values to the slots of a pass and attend to what the pass makes visible.
+
+    Attributes:
+        cache: of the draft network.
+        visible: the pass.
+        table: [P, D] of `rotary_table`, for all positions of the cache; None where there can be none.
+    """
 
     cache: KVCache
     visible: PromptPass | TreePass
+    table: torch.Tensor | None
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: "Rotation"
+    ) -> torch.Tensor:
         """As `Attend`."""
-        self.cache.write_to(self.visible.slots)
-        keys, values = self.cache.layers[layer].update(key.transpose(1, 2), value.transpose(1, 2))
-        return self.visible.attend(query.transpose(1, 2), keys, values, scale=query.shape[-1] ** -0.5, window=None)
+        visible, held = self.visible, cast(Any, self.cache.layers[layer])
+        if self.table is None:
+            self.cache.write_to(visible.slots)
+            held.update(rotation.rotate(key).transpose(1, 2), value.transpose(1, 2))
+            query = rotation.rotate(query)
+        else:
+            memory = held.keys.transpose(1, 2), held.values.transpose(1, 2)
+            positions, slots = visible.positions.int(), visible.slots.int()
+            query = rope_kv_write(query, key, value, positions, self.table, slots, *memory, backend=self.cache.backend)
+        return visible.attend(query.transpose(1, 2), held.keys, held.values, scale=query.shape[-1] ** -0.5, window=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +98,26 @@ class MaskedAttention:
 
     mask: torch.Tensor | None = None
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: "Rotation"
+    ) -> torch.Tensor:
         """As `Attend`."""
-        attended = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=None if self.mask is None else self.mask[:, None],
-            is_causal=self.mask is None,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        return attended.transpose(1, 2)
+        return attend_among(rotation.rotate(query), rotation.rotate(key), value, self.mask)
+
+
+def attend_among(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of rotated `query [B, T, HQ, D]` to `[B, S, HK, D]`; mask [B or 1, T, S] bool, None for causal."""
+    attended = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=None if mask is None else mask[:, None],
+        is_causal=mask is None,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return attended.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,15 +239,45 @@ class Rotary(nn.Module):
         cos, sin = self.tables(like, positions)
         return cos[:, :, None], sin[:, :, None]
 
+    def at(self, like: torch.Tensor, positions: torch.Tensor) -> "Rotation":
+        """The embedding at positions [B or 1, T], in the dtype of `like`."""
+        return Rotation(self, like, positions)
 
-def rotate(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply the rotary embedding to x [B, T, H, D], halves as in transformers."""
-    cos, sin = cos_sin
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+
+class Rotation:
+    """The rotary embedding at the positions of one pass; cosines and sines are made when they are first asked for."""
+
+    def __init__(self, rotary: Rotary, like: torch.Tensor, positions: torch.Tensor) -> None:
+        self._of = rotary, like, positions
+
+    @cached_property
+    def _cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rotary, like, positions = self._of
+        return cast("tuple[torch.Tensor, torch.Tensor]", rotary(like, positions))
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the embedding to x [B, T, H, D], halves as in transformers."""
+        cos, sin = self._cos_sin
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotary_table(config: DraftLayerConfig, num_positions: int, device: torch.device) -> torch.Tensor | None:
+    """What `rope_kv_write` reads: [num_positions, D] fp32, cosines and then sines, as `Rotary` makes them.
+
+    None where they depend on the length of the text too.
+    """
+    if config.rope_parameters.get("rope_type") in _ROPE_OF_THE_WHOLE_TEXT:
+        return None
+    rotary = Rotary(config).to(device)
+    positions = torch.arange(num_positions, device=device)[None]
+    halves = [part[0, :, 0, : config.head_dim // 2] for part in rotary(torch.zeros((), device=device), positions)]
+    return torch.cat(halves, -1)
 
 
 class _Attention(nn.Module):
+    side_by_side: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+
     def __init__(self, config: DraftLayerConfig, input_size: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -222,24 +287,23 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, key, bias=config.attention_bias)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
 
-    def forward(
-        self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], attend: Attend, layer: int
-    ) -> torch.Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
-        query = rotate(self.q_proj(x).view(heads), cos_sin)
-        key = rotate(self.k_proj(x).view(heads), cos_sin)
-        return self.o_proj(attend(layer, query, key, self.v_proj(x).view(heads)).flatten(2))
+    def forward(self, x: torch.Tensor, rotation: Rotation, attend: Attend, layer: int) -> torch.Tensor:
+        parts = projected(x, (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        return self.o_proj(attend(layer, query, key, value, rotation).flatten(2))
 
 
 class _MLP(nn.Module):
+    side_by_side: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+
     def __init__(self, config: DraftLayerConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: torch.Tensor, backend: Backend | None) -> torch.Tensor:
+        return self.down_proj(gated(x, self.gate_proj, self.up_proj, backend))
 
 
 class DraftLayer(nn.Module):
@@ -264,25 +328,31 @@ class DraftLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         attend: Attend,
         *,
+        backend: Backend | None,
         layer: int = 0,
         attention_input: torch.Tensor | None = None,
+        norm: nn.RMSNorm | None = None,
     ) -> torch.Tensor:
         """Run the layer.
 
         Args:
             x: [B, T, C] the residual stream.
-            cos_sin: tables of `Rotary` at the tokens' positions.
+            rotation: the rotary embedding at the tokens' positions.
             attend: what the tokens see.
+            backend: what runs the kernels around attention; None decides by device.
             layer: index of this layer for `attend`.
             attention_input: [B, T, attention_input_size] when attention does not start from (normalised) x.
+            norm: a norm behind the layer, if it is to be applied.
 
         Returns:
             [B, T, C].
         """
         if attention_input is None:
-            attention_input = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self.self_attn(attention_input, cos_sin, attend, layer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+            attention_input = x if self.input_layernorm is None else rms_normed(x, self.input_layernorm, backend)
+        attended = self.self_attn(attention_input, rotation, attend, layer)
+        normed, x = add_rms_normed(attended, x, self.post_attention_layernorm, backend)
+        added = self.mlp(normed, backend)
+        return x + added if norm is None else add_rms_normed(added, x, norm, backend)[0]

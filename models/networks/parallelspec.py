@@ -105,8 +105,8 @@ class ParallelSpecNetwork(DraftNetwork):
         Returns:
             [B, N, C].
         """
-        states = self.layer(inputs, self.rotary(inputs, positions), attend)
-        return states if self.norm is None else self.norm(states)
+        rotation = self.rotary.at(inputs, positions)
+        return self.layer(inputs, rotation, attend, backend=self.backend, norm=self.norm)
 
     @torch.no_grad()
     def start_from(self, embedding: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
 from specdec.models.common.cache import KVCache
 from specdec.models.common.passes import PromptPass, TreePass
-from specdec.models.networks.layer import CachedAttention
+from specdec.models.networks.layer import CachedAttention, DraftLayerConfig, rotary_table
 
 __all__ = ["FeaturePrefix", "Pairs"]
 
@@ -55,17 +55,21 @@ class FeaturePrefix:
     Args:
         cache: empty cache of the draft network, with a slot per committed token, for `max_new` pairs beyond, and for
             whatever the drafter itself writes beyond.
+        layer: sizes of the network's layers.
         max_new: most pairs that one step adds: the deepest tree's depth + 1.
         feature_size: F, width of the target's states.
         keep: newest pairs that are run again with every draft, beside the new ones. Falcon keeps k - 1, so that the
             newest k pairs are one block.
     """
 
-    def __init__(self, cache: KVCache, *, max_new: int, feature_size: int, keep: int = 0) -> None:
+    def __init__(
+        self, cache: KVCache, layer: DraftLayerConfig, *, max_new: int, feature_size: int, keep: int = 0
+    ) -> None:
         device, batch_size = cache.lengths.device, cache.lengths.shape[0]
         self.cache = cache
         self.width = max_new + keep
         self.keep = keep
+        self._table = rotary_table(layer, cache.capacity, device)
         self._columns = torch.arange(self.width, device=device)
         self._chain = pack_words(torch.ones(1, self.width, self.width, device=device).tril().bool())
         # what is pending: always these tensors, as a captured step is replayed on their addresses
@@ -111,7 +115,7 @@ class FeaturePrefix:
             tokens=tokens[:, first + 1 : first + 1 + num_pairs],
             counts=(self.cache.lengths.long() - first).clamp(0, num_pairs),
             positions=visible.positions,
-            attend=CachedAttention(self.cache, visible),
+            attend=self.attention(visible),
         )
 
     def read(self, root: torch.Tensor, ancestors: torch.Tensor | None = None) -> Pairs:
@@ -124,9 +128,7 @@ class FeaturePrefix:
         last = (self._counts - 1).clamp(min=0)[:, None]
         self._tokens.scatter_(1, last, root.long()[:, None])
         visible = self.visible(self._columns.int()[None], self._chain if ancestors is None else ancestors)
-        return Pairs(
-            self._features, self._tokens, self._counts, visible.positions, CachedAttention(self.cache, visible)
-        )
+        return Pairs(self._features, self._tokens, self._counts, visible.positions, self.attention(visible))
 
     def visible(self, depth: torch.Tensor, ancestors: torch.Tensor, *, first_node: int = 0) -> TreePass:
         """A pass over nodes behind the cache.
@@ -144,6 +146,10 @@ class FeaturePrefix:
             num_nodes=depth.shape[1],
             backend=resolve_backend(depth, self.cache.backend),
         )
+
+    def attention(self, visible: PromptPass | TreePass) -> CachedAttention:
+        """Attention of a pass to this text."""
+        return CachedAttention(self.cache, visible, self._table)
 
     def advance(self) -> None:
         """Count the pairs of the last `read` as committed, all but those to keep."""

@@ -176,7 +176,7 @@ class Eagle(NetworkDrafter):
     ) -> torch.Tensor:
         """Feed nodes `tokens [B, n]`, each with its parent's state; returns [B, n, C]."""
         visible = self._prefix.visible(depth, ancestors, first_node=first_slot)
-        return self._run(states, tokens, visible.positions, CachedAttention(self._prefix.cache, visible))
+        return self._run(states, tokens, visible.positions, self._prefix.attention(visible))
 
     def _run(
         self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: CachedAttention

@@ -25,7 +25,6 @@ from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
-from specdec.models.networks.layer import CachedAttention
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import MAX_NODES, TreeShape
 
@@ -167,7 +166,7 @@ class Falcon(NetworkDrafter):
             self._first_words[kept.long(), None, :num_words] | blocks.ancestors,
             first_node=blocks.first_slot,
         )
-        attend = CachedAttention(self._prefix.cache, visible)
+        attend = self._prefix.attention(visible)
         guesses = self.network.decode(fused.reshape(batch_size, -1, width), visible.positions, attend)
         return guesses, after[:, -1].reshape(batch_size, num_blocks, self.network.state_size)
 

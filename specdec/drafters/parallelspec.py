@@ -20,7 +20,6 @@ from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
-from specdec.models.networks.layer import CachedAttention
 from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import TreeShape
@@ -101,7 +100,7 @@ class ParallelSpec(NetworkDrafter):
             ),
             1,
         )
-        states = network(inputs, visible.positions, CachedAttention(self._prefix.cache, visible))
+        states = network(inputs, visible.positions, self._prefix.attention(visible))
         self._prefix.advance()
         width = pairs.tokens.shape[1]
         states = torch.cat((pairs.last(states[:, :width])[:, None], states[:, width:]), 1)

@@ -13,6 +13,7 @@ from specdec.drafting.draft_tree import TreeTemplate
 from specdec.drafting.folder import DrafterRecord, TargetRecord, write_folder
 from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
+from specdec.models.common.packing import pack_network
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import DraftLayerConfig
 from specdec.models.networks.prefix import FeaturePrefix
@@ -92,6 +93,7 @@ class NetworkDrafter(Drafter):
             raise ValueError(f"tree: expected ranks below {target.vocab_size}, got {self.shape.max_rank}")
         self.network.to(device=target.device, dtype=target.dtype).eval()
         self.network.backend = target.backend
+        pack_network(self.network, target.dtype)
         self.embed = target.model.get_input_embeddings()
         self.lm_heads = LMHeads.of(target.model.get_output_embeddings(), backend=target.backend)
         self.target_record = TargetRecord.of(target)
@@ -139,7 +141,7 @@ class NetworkDrafter(Drafter):
             backend=target.backend,
         )
         width = target.hidden_size if feature_size is None else feature_size
-        return FeaturePrefix(cache, max_new=max_new, feature_size=width, keep=keep)
+        return FeaturePrefix(cache, layer, max_new=max_new, feature_size=width, keep=keep)
 
     @property
     def saved_config(self) -> Any:

@@ -21,7 +21,7 @@ from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork
 from specdec.models.networks.eagle3 import Eagle3Config, Eagle3Network
-from specdec.models.networks.layer import MaskedAttention
+from specdec.models.networks.layer import MaskedAttention, Rotation, attend_among
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
 from specdec.training.objectives.recipe import Recipe, check_decay
@@ -222,9 +222,11 @@ class _UnrolledAttention:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
         """As `Attend`."""
-        self._keys.append(key)
+        self._keys.append(rotation.rotate(key))
         self._values.append(value)
         num_places = query.shape[1]
 
@@ -233,4 +235,4 @@ class _UnrolledAttention:
             return own if run == 0 else own.triu()
 
         mask = torch.cat([visible(run, keys.shape[1]) for run, keys in enumerate(self._keys)], 1)
-        return MaskedAttention(mask[None])(layer, query, torch.cat(self._keys, 1), torch.cat(self._values, 1))
+        return attend_among(rotation.rotate(query), torch.cat(self._keys, 1), torch.cat(self._values, 1), mask[None])
