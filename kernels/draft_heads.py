@@ -99,7 +99,7 @@ def _draft_heads_concat_kernel(
     residual_bias_ptr,  # [C] or None
     out_ptr,  # [M, C]
     partial_ptr,  # [tiles, SPLITS, 2, BLOCK_N, BLOCK_M] fp32
-    arrivals_ptr,  # [tiles] int32, zeros
+    arrivals_ptr,  # [tiles] int32, zeros, as they are afterwards
     stride_xm,
     stride_wn,
     stride_rn,
@@ -230,12 +230,12 @@ def draft_heads_concat(
     block_m, block_n = config.blocks["BLOCK_M"], config.blocks["BLOCK_N"]
     grid = triton.cdiv(num_rows, block_m), triton.cdiv(width, block_n)
     splits = choose_splits(grid[1], len(parts) * width)
-    partial, arrivals = split_workspace(math.prod(grid), splits, 2 * block_m * block_n, out.device)
-    tensors = tuple(parts), weight, bias, residual_weight, residual_bias, out, partial, arrivals
+    tensors = tuple(parts), weight, bias, residual_weight, residual_bias, out
     strides = parts[0].stride(0), weight.stride(0), residual_weight.stride(0)
-    with on_device(out):
+    sizes = num_rows, width, len(parts), splits
+    with on_device(out), split_workspace(math.prod(grid), splits, 2 * block_m * block_n, out.device) as workspace:
         _draft_heads_concat_kernel[(*grid, splits)](
-            *tensors, *strides, num_rows, width, len(parts), splits, UPCAST=needs_upcast(out), **config.kwargs()
+            *tensors, *workspace, *strides, *sizes, UPCAST=needs_upcast(out), **config.kwargs()
         )
     return out
 

@@ -52,7 +52,7 @@ def _skinny_linear_kernel(
     bias_ptr,  # [H, N] or None
     out_ptr,  # [H, M, N]
     partial_ptr,  # [tiles, SPLITS, BLOCK_N, BLOCK_M] fp32
-    arrivals_ptr,  # [tiles] int32, zeros
+    arrivals_ptr,  # [tiles] int32, zeros, as they are afterwards
     stride_xh,
     stride_xm,
     stride_wh,
@@ -148,11 +148,9 @@ def _launch_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bia
     block_m, block_n = config.blocks["BLOCK_M"], config.blocks["BLOCK_N"]
     grid = (triton.cdiv(x.shape[1], block_m), triton.cdiv(num_outputs, block_n), num_matrices)
     splits = choose_splits(grid[1] * num_matrices, num_columns)
-    partial, arrivals = split_workspace(math.prod(grid), splits, block_m * block_n, x.device)
-    tensors = x, weight, bias, out, partial, arrivals
     strides = *x.stride()[:2], *weight.stride()[:2], 0 if bias is None else bias.stride(0), *out.stride()[:2]
     sizes = x.shape[1], num_outputs, num_columns, splits
-    with on_device(x):
+    with on_device(x), split_workspace(math.prod(grid), splits, block_m * block_n, x.device) as workspace:
         _skinny_linear_kernel[(*grid[:2], num_matrices * splits)](
-            *tensors, *strides, *sizes, UPCAST=needs_upcast(x), **config.kwargs()
+            x, weight, bias, out, *workspace, *strides, *sizes, UPCAST=needs_upcast(x), **config.kwargs()
         )

@@ -34,6 +34,7 @@ from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
 from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, needs_upcast, on_device, resolve_backend
 from specdec.kernels.common.limits import MAX_NODES, NUM_SMS
+from specdec.kernels.common.scratch import arrival_counters
 from specdec.kernels.common.weight_first import arrives_last
 from specdec.kernels.reference.tree_attention import tree_attention as tree_attention_reference
 
@@ -104,7 +105,7 @@ def _tree_attention_kernel(
     out_ptr,  # [B, N, HQ, D]
     partial_ptr,  # [B, HK * row blocks, SPLITS, BLOCK_M, D] fp32, normalised output of a split
     lse_ptr,  # [B, HK * row blocks, SPLITS, BLOCK_M] fp32, base 2
-    arrivals_ptr,  # [B, HK * row blocks] int32, zeros
+    arrivals_ptr,  # [B, HK * row blocks] int32, zeros, as they are afterwards
     stride_qb,
     stride_qn,
     stride_qh,
@@ -303,14 +304,13 @@ def tree_attention(
     merged = groups if num_splits > 1 else 0  # one split writes `out` itself
     partial = torch.empty(batch, merged, num_splits, block_m, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, merged, num_splits, block_m, dtype=torch.float32, device=q.device)
-    arrivals = torch.zeros(batch, merged, dtype=torch.int32, device=q.device)
-    tensors = q, k_cache, v_cache, lengths, ancestors, depth, out, partial, lse, arrivals
+    tensors = q, k_cache, v_cache, lengths, ancestors, depth, out, partial, lse
     strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:3]]
     strides += [batch_stride(ancestors), ancestors.stride(1), batch_stride(depth), *out.stride()[:3]]
     sizes = num_nodes, num_tree_nodes, scale * _LOG2_E, num_heads // kv_heads, head_dim, window or 0
-    with on_device(q):
+    with on_device(q), arrival_counters(batch * merged, q.device) as arrivals:
         _tree_attention_kernel[(num_splits, groups, batch)](
-            *tensors, *strides, *sizes, UPCAST=needs_upcast(q), **config.kwargs()
+            *tensors, arrivals, *strides, *sizes, UPCAST=needs_upcast(q), **config.kwargs()
         )
     return out
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.kernels.common.scratch import Scratch
+
 __all__ = ["CPU_TIMING", "ROUNDS", "WARMUP_ROUNDS", "Call", "elapsed_us", "quantiles", "rotation", "time_calls"]
 __all__ += ["time_on_gpu"]
 
@@ -89,9 +91,12 @@ def time_on_gpu(
     )
     calls += [make() for _ in range(num_copies - 1)]
 
+    scratch = Scratch()  # as in a step, where launches share their counters
+
     def run_all() -> None:
-        for i in range(num_launches):
-            calls[i % num_copies].run(function)
+        with scratch.active():
+            for i in range(num_launches):
+                calls[i % num_copies].run(function)
 
     run_all()  # compiles the kernels and loads them, which a capture must not
     torch.cuda.synchronize()

@@ -135,7 +135,13 @@ def count_step(
     needs_logits = decoder.acceptance.needs_logits or not processing.is_idle
     generation = Generation(target, own, rule, state, None, processing, timer, needs_logits)
     counter = _Launches(timer)
-    with torch.inference_mode(), target.hooked(), drafter.session(), counter.instead_of_kernels():
+    with (
+        torch.inference_mode(),
+        target.hooked(),
+        drafter.session(),
+        decoder.scratch.active(),
+        counter.instead_of_kernels(),
+    ):
         generation.step()  # what only a first step does, such as making tables
         with counter.watching([*tensors_of(target), *tensors_of(own), state.cache.data]):
             generation.step()

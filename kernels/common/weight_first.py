@@ -8,12 +8,16 @@ part in fp32; the last to arrive adds all parts in the order of their columns an
 second launch, nobody waits, and a call repeats bit by bit. How many splits there are depends on the weight alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 import triton.language as tl
 
 from specdec.kernels.common.launch import LaunchConfig
 from specdec.kernels.common.limits import NUM_SMS
+from specdec.kernels.common.scratch import arrival_counters
 
 __all__ = ["add_splits", "arrives_last", "choose_splits", "publish_split", "silu", "split_columns", "split_workspace"]
 __all__ += ["weight_first_dot", "weight_first_tiles"]
@@ -72,11 +76,16 @@ def publish_split(acc, partial_ptr, split, BLOCK_N: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def arrives_last(arrivals_ptr, num_splits):
-    """Count this program in, after its stores; whether all other splits of the tile were counted before it."""
+    """Count this program in, after its stores; whether all other splits of the tile were counted before it.
+
+    The last one leaves the counter at zero, as it was before the launch (`scratch.py`).
+    """
     tl.debug_barrier()  # all stores of the program come before its one arrival
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
-    return arrived == num_splits - 1
+    is_last = arrived == num_splits - 1
+    tl.store(arrivals_ptr, 0, mask=is_last)
+    return is_last
 
 
 @triton.jit
@@ -115,11 +124,14 @@ def choose_splits(num_tiles: int, num_columns: int) -> int:
     return max(1, min(_NUM_PROGRAMS // max(num_tiles, 1), num_columns // _MIN_COLUMNS_PER_SPLIT, _MAX_SPLITS))
 
 
+@contextmanager
 def split_workspace(
     num_tiles: int, splits: int, tile_size: int, device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Room for the parts of every tile and the counts of arrivals; None without a split."""
+) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Room for the parts of every tile and the counts of arrivals, for the launch inside; None without a split."""
     if splits == 1:
-        return None, None
+        yield None, None
+        return
     partial = torch.empty(num_tiles, splits, tile_size, dtype=torch.float32, device=device)
-    return partial, torch.zeros(num_tiles, dtype=torch.int32, device=device)
+    with arrival_counters(num_tiles, device) as arrivals:
+        yield partial, arrivals

@@ -16,6 +16,7 @@ from specdec.common.randomness import row_seeds
 from specdec.drafters.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.kernels.common.launch import Backend
+from specdec.kernels.common.scratch import Scratch
 from specdec.loop.captured import CapturedStep, CapturedSteps, Memory
 from specdec.loop.graphs import CudaGraphs, Engine
 from specdec.loop.memory import Description, MemoryPlan, weights_of
@@ -94,6 +95,7 @@ class Decoder:
         self.captured: CapturedSteps | None = None
         if not isinstance(capture, bool):
             self.captured = CapturedSteps(capture, self.target.max_positions)
+        self.scratch = Scratch()  # recordings read its addresses: it lives as long as the decoder does
         self._addresses: list[int] = []
 
     def decode(
@@ -239,7 +241,7 @@ class Decoder:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Hold the models as decoding needs them."""
-        with without_autograd(self.target.device), self.target.hooked(), self.drafter.session():
+        with without_autograd(self.target.device), self.target.hooked(), self.drafter.session(), self.scratch.active():
             yield
 
     def _lay_out(self, room: Room, device: torch.device) -> Memory:

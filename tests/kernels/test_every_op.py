@@ -9,6 +9,7 @@ import torch
 
 from lib.guard import Guard
 from lib.op_calls import BATCH, CALLS, LARGE_CALLS, LAUNCHERS, arguments_of, tensors_of
+from specdec.kernels.common.scratch import Scratch
 
 OPS = sorted(CALLS)
 SIZES = {"small": CALLS, "large": LARGE_CALLS}
@@ -45,6 +46,8 @@ LAST_PROGRAMS = {
 INEXACT_ALONE = {"tree_attention"}
 # Trailing dimensions that lie together in memory; of all others the last alone.
 PACKED = {("kv_compact", "cache_"): 2}
+# Whose programs count themselves in, at the large size.
+COUNTS_ARRIVALS = {"draft_heads", "draft_heads_concat", "skinny_linear", "tree_attention"}
 ROOM = 5000  # elements before and behind an allocation: more than a program's block
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities, under the interpreter
@@ -215,6 +218,19 @@ def test_the_order_of_programs_does_not_matter(name, request):
     indices = request.getfixturevalue("reversed_programs")
     assert_equal(run(name, arguments_of(name, LARGE_CALLS)), forwards)
     assert tuple(map(max, zip(*indices, strict=True))) == LAST_PROGRAMS[name]
+
+
+@of_both_sizes
+@of_every_op
+def test_counters_are_left_at_zero(name, table):
+    """Calls one after the other share their counters, those of the larger call and of the smaller."""
+    alone, scratch = run(name, arguments_of(name, table)), Scratch()
+    with scratch.active():
+        for _ in range(2):
+            assert_equal(run(name, arguments_of(name, table)), alone)
+            assert not any(counters.any() for counters in scratch.counters())
+    if table is LARGE_CALLS:
+        assert (name in COUNTS_ARRIVALS) == bool(scratch.counters())
 
 
 @pytest.mark.skipif(
