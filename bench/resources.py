@@ -27,6 +27,7 @@ from specdec.kernels.accept_naive import accept_naive
 from specdec.kernels.accept_rejection import accept_rejection
 from specdec.kernels.accept_traversal import accept_traversal
 from specdec.kernels.accept_typical import accept_typical
+from specdec.kernels.common.warp_settings import NUM_WARP_SETTINGS
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.lm_head_topk import lm_head_topk
 from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
@@ -283,9 +284,9 @@ def _accept_traversal(model: ModelShape, tree: TreeSize) -> Launch:
 
 def _sample_probs(model: ModelShape, tree: TreeSize) -> Launch:
     nodes = _int32(1, tree.num_nodes)
-    tensors = _logits(model, tree.num_nodes), _int32(1), _int32(1), nodes, nodes, _int32(1, _CAPACITY)
-    warpers = {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
-    return _launch(sample_probs, *tensors, seed=0, **warpers)
+    settings = torch.empty(1, NUM_WARP_SETTINGS, device="meta")
+    tensors = _logits(model, tree.num_nodes), _int32(1), _int32(1), settings, nodes, nodes, _int32(1, _CAPACITY)
+    return _launch(sample_probs, *tensors, seed=0)
 
 
 def _philox(op: Callable[..., torch.Tensor], count: int) -> Launch:

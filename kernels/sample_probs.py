@@ -14,6 +14,8 @@ Reference:  kernels/reference/sample_probs.py
 
 Shapes:     B requests, N nodes, V vocabulary, H tokens of history
             logits     [B, N, V]     fp32, fp16 or bf16
+            settings   [B or 1, 5]   fp32, the numbers below of each row (kernels/common/warp_settings.py); no launch
+                                     depends on their values
             tokens     [B, N]        int32, of the nodes
             parent     [B or 1, N]   int32, -1 for the root and for padding
             history    [B, H]        int32, tokens before the tree; -1 is padding
@@ -30,8 +32,6 @@ Edges:      equal logits are kept or dropped together (transformers' top-p drops
 Numerics:   fp32; of equal scores the lowest id wins. The bound of top-k is exact, those of top-p and min-p are in fp32
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +41,7 @@ from specdec.kernels.common.check import check_tensor
 from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
 from specdec.kernels.common.primitives import TILE, key_token, load_logits, load_parents, order_key, token_key
 from specdec.kernels.common.walk import check_logits, check_walk
+from specdec.kernels.common.warp_settings import NUM_WARP_SETTINGS
 from specdec.kernels.reference import sample_probs as reference
 
 __all__ = ["sample_probs", "sample_race", "warp_logits"]
@@ -49,12 +50,13 @@ __all__ = ["sample_probs", "sample_race", "warp_logits"]
 @triton.jit
 def _scale_kernel(
     logits_ptr,  # [B, N, V]
+    settings_ptr,  # [B or 1, 5] or None
     processed_ptr,  # [B, N, V]
     stride_lb,
     stride_ln,
+    stride_sb,
     N,
     V,
-    temperature,
     BLOCK_V: tl.constexpr,
 ):
     """One program divides one tile by the temperature."""
@@ -62,7 +64,9 @@ def _scale_kernel(
     b = tl.program_id(2).to(tl.int64)
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     x = load_logits(logits_ptr + b * stride_lb + n * stride_ln, offs_v, offs_v < V)
-    tl.store(processed_ptr + (b * N + n) * V + offs_v, x / temperature, mask=offs_v < V)
+    if settings_ptr is not None:
+        x = x / tl.load(settings_ptr + b * stride_sb)
+    tl.store(processed_ptr + (b * N + n) * V + offs_v, x, mask=offs_v < V)
 
 
 @triton.jit
@@ -73,29 +77,33 @@ def _penalise(row_ptr, processed_row_ptr, token, mask, V, temperature, penalty):
     tl.store(processed_row_ptr + token, tl.where(x < 0.0, x * penalty, x / penalty) / temperature, mask=mask)
 
 
-@triton.jit(do_not_specialize=["stride_tb", "stride_pb", "stride_hb", "N", "H"])
+@triton.jit(do_not_specialize=["stride_tb", "stride_pb", "stride_hb", "stride_sb", "N", "H"])
 def _penalise_kernel(
     logits_ptr,  # [B, N, V]
     tokens_ptr,  # [B, N] or None
     parent_ptr,  # [B or 1, N]
     history_ptr,  # [B, H] or None
+    settings_ptr,  # [B or 1, 5]
     processed_ptr,  # [B, N, V]
     stride_lb,
     stride_ln,
     stride_tb,
     stride_pb,
     stride_hb,
+    stride_sb,
     N,
     H,
     V,
-    temperature,
-    penalty,
     BLOCK_H: tl.constexpr,
 ):
     """One program takes a block of the history; the first one of a node also climbs to the root."""
     block = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
+    temperature = tl.load(settings_ptr + b * stride_sb)
+    penalty = tl.load(settings_ptr + b * stride_sb + 4)
+    if penalty == 1.0:
+        return
     row_ptr = logits_ptr + b * stride_lb + n * stride_ln
     processed_row_ptr = processed_ptr + (b * N + n) * V
     if history_ptr is not None:
@@ -138,22 +146,23 @@ def _search(row_ptr, row_max, goal, V, BY_MASS: tl.constexpr, BLOCK_V: tl.conste
     return base.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["N", "top_k"])
+@triton.jit(do_not_specialize=["stride_sb", "N"])
 def _filter_kernel(
     processed_ptr,  # [B, N, V], in place
+    settings_ptr,  # [B or 1, 5]
+    stride_sb,
     N,
     V,
-    top_k,
-    top_p,
-    min_p,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program filters one row, which it alone reads and writes."""
     n = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
+    top_k = tl.load(settings_ptr + b * stride_sb + 1)
+    top_p = tl.load(settings_ptr + b * stride_sb + 2)
+    min_p = tl.load(settings_ptr + b * stride_sb + 3)
+    if (top_k <= 0.0) & (top_p >= 1.0) & (min_p <= 0.0):
+        return
     row_ptr = processed_ptr + (b * N + n) * V
     lanes = tl.full([BLOCK_V], float("-inf"), tl.float32)
     for first in range(0, V, BLOCK_V):
@@ -163,9 +172,9 @@ def _filter_kernel(
     row_max = tl.where(largest == float("-inf"), 0.0, largest)
 
     kept_from = tl.full((), -(2**31), tl.int32)
-    if HAS_TOP_K:
-        kept_from = _search(row_ptr, row_max, top_k.to(tl.float32), V, False, BLOCK_V)
-    if HAS_TOP_P:
+    if top_k > 0.0:
+        kept_from = _search(row_ptr, row_max, top_k, V, False, BLOCK_V)
+    if top_p < 1.0:
         mass = tl.zeros([BLOCK_V], tl.float32)
         for first in range(0, V, BLOCK_V):
             offs_v = first + tl.arange(0, BLOCK_V)
@@ -178,9 +187,7 @@ def _filter_kernel(
     for first in range(0, V, BLOCK_V):
         offs_v = first + tl.arange(0, BLOCK_V)
         x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
-        kept = order_key(x) >= kept_from
-        if HAS_MIN_P:
-            kept = kept & (tl.exp(x - row_max) >= min_p)
+        kept = (order_key(x) >= kept_from) & (tl.exp(x - row_max) >= min_p)
         tl.store(row_ptr + offs_v, tl.where(kept, x, float("-inf")), mask=offs_v < V)
 
 
@@ -251,15 +258,11 @@ def _launch_config(vocab_size: int) -> LaunchConfig:
 @library.op(fake=lambda logits: logits.new_empty(logits.shape, dtype=torch.float32))
 def warp_logits(
     logits: torch.Tensor,
+    settings: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
     parent: torch.Tensor | None = None,
     history: torch.Tensor | None = None,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Process the logits of every node as transformers processes those of one sequence.
@@ -269,14 +272,11 @@ def warp_logits(
 
     Args:
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V.
+        settings: [B, 5] or [1, 5] float32, contiguous in the last dimension: temperature, top-k, top-p, min-p and
+            repetition penalty of each row, as `kernels.common.warp_settings` writes them. None: nothing is done.
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N; None: no path counts.
         parent: [B, N] or [1, N] int32, topological, as in `accept_greedy`; with `tokens`.
         history: [B, H] int32, contiguous in H, tokens before the tree; others than 0 to V - 1 are ignored. None: none.
-        temperature: divides the logits, over 0.
-        top_k: how many tokens to keep, and those equal to the last; None: all.
-        top_p: keep the most probable tokens that together reach it, and those equal to the last; None or 1: all.
-        min_p: drop tokens with less than this share of the largest probability; None: none.
-        repetition_penalty: over 0; 1 is none.
         backend: "triton" or "reference"; None decides by device.
 
     Returns:
@@ -285,38 +285,30 @@ def warp_logits(
     Raises:
         TypeError: a wrong dtype.
         ValueError: shapes that do not fit, a tree of more than 512 nodes, parents that are not topological (CPU only),
-            an empty vocabulary, a number out of range, tensors on several devices.
+            an empty vocabulary, tensors on several devices.
     """
-    _check_warp(logits, tokens, parent, history)
-    _check_settings(temperature, top_k, top_p, min_p, repetition_penalty)
+    _check_warp(logits, settings, tokens, parent, history)
     if resolve_backend(logits, backend) == "reference":
-        filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        law = {"temperature": temperature, "repetition_penalty": repetition_penalty, **filters}
-        return reference.warp_logits(logits, tokens, parent, history, **law, upcast=False)
+        return reference.warp_logits(logits, settings, tokens, parent, history, upcast=False)
 
     batch, num_nodes, vocab_size = logits.shape
     processed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     config = _launch_config(vocab_size)
     block_v = config.blocks["BLOCK_V"]
-    has_top_p = top_p is not None and top_p < 1
+    stride_sb = batch_stride(settings)
     with on_device(logits):
         _scale_kernel[(triton.cdiv(vocab_size, block_v), num_nodes, batch)](
-            logits, processed, *logits.stride()[:2], num_nodes, vocab_size, temperature, BLOCK_V=block_v, num_warps=4
+            *(logits, settings, processed), *logits.stride()[:2], stride_sb, num_nodes, vocab_size, block_v, num_warps=4
         )
-        if repetition_penalty != 1.0 and (history is not None or tokens is not None):
+        if settings is not None and (history is not None or tokens is not None):
             num_history, block_h = 0 if history is None else history.shape[1], 1024
-            tensors = logits, tokens, parent, history if num_history else None, processed
-            strides = *logits.stride()[:2], *(batch_stride(tensor) for tensor in (tokens, parent, history))
-            numbers = num_nodes, num_history, vocab_size, temperature, repetition_penalty
+            tensors = logits, tokens, parent, history if num_history else None, settings, processed
+            strides = *logits.stride()[:2], *(batch_stride(tensor) for tensor in (tokens, parent, history)), stride_sb
             _penalise_kernel[(max(1, triton.cdiv(num_history, block_h)), num_nodes, batch)](
-                *tensors, *strides, *numbers, BLOCK_H=block_h, num_warps=4
+                *tensors, *strides, num_nodes, num_history, vocab_size, BLOCK_H=block_h, num_warps=4
             )
-        if top_k is not None or has_top_p or min_p is not None:
-            bounds = top_k or 0, float(top_p or 0), float(min_p or 0)
-            has_bounds = top_k is not None, has_top_p, min_p is not None
-            _filter_kernel[(num_nodes, batch)](
-                processed, num_nodes, vocab_size, *bounds, *has_bounds, **config.kwargs()
-            )
+        if settings is not None:
+            _filter_kernel[(num_nodes, batch)](processed, settings, stride_sb, num_nodes, vocab_size, **config.kwargs())
     return processed
 
 
@@ -370,16 +362,12 @@ def sample_probs(
     logits: torch.Tensor,
     row_ids: torch.Tensor,
     step: torch.Tensor,
+    settings: torch.Tensor | None,
     tokens: torch.Tensor | None,
     parent: torch.Tensor | None,
     history: torch.Tensor | None,
     *,
     seed: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`warp_logits`, then `sample_race`: process the logits of every node and draw one token from each.
@@ -388,15 +376,11 @@ def sample_probs(
         logits: [B, N, V], as all that follows as in `warp_logits` and `sample_race`.
         row_ids: [B] int32, names of the requests.
         step: [1] int32, counts the calls.
+        settings: [B, 5] or [1, 5] float32, or None.
         tokens: [B, N] int32, tokens of the tree's nodes, or None.
         parent: [B, N] or [1, N] int32, with `tokens`.
         history: [B, H] int32, tokens before the tree, or None.
         seed: key of the generator, 0 to 2^63 - 1.
-        temperature: divides the logits, over 0.
-        top_k: how many tokens to keep; None: all.
-        top_p: keep the most probable tokens that together reach it; None or 1: all.
-        min_p: drop tokens with less than this share of the largest probability; None: none.
-        repetition_penalty: over 0; 1 is none.
         backend: "triton" or "reference"; None decides by device.
 
     Returns:
@@ -406,17 +390,23 @@ def sample_probs(
         TypeError: a wrong dtype.
         ValueError: as for `warp_logits` and `sample_race`.
     """
-    filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    law = {"temperature": temperature, "repetition_penalty": repetition_penalty, **filters}
-    processed = warp_logits(logits, tokens, parent, history, **law, backend=backend)
+    processed = warp_logits(logits, settings, tokens, parent, history, backend=backend)
     return sample_race(processed, row_ids, step, seed=seed, backend=backend), processed
 
 
 def _check_warp(
-    logits: torch.Tensor, tokens: torch.Tensor | None, parent: torch.Tensor | None, history: torch.Tensor | None
+    logits: torch.Tensor,
+    settings: torch.Tensor | None,
+    tokens: torch.Tensor | None,
+    parent: torch.Tensor | None,
+    history: torch.Tensor | None,
 ) -> None:
     check_logits("logits", logits, (None, None, None))
     batch, num_nodes, _ = logits.shape
+    if settings is not None:
+        check_tensor("settings", settings, shape=(None, NUM_WARP_SETTINGS), dtype=torch.float32, device=logits.device)
+        if settings.shape[0] not in (1, batch):
+            raise ValueError(f"settings: expected {batch} rows or 1, got shape {list(settings.shape)}")
     if (tokens is None) != (parent is None):
         raise ValueError(f"parent: expected {'a tensor' if parent is None else 'None'}, as tokens, got the other")
     if tokens is not None and parent is not None:
@@ -424,18 +414,3 @@ def _check_warp(
         check_walk(tokens, parent, max_depth=0, budget=None, stop_tokens=None)
     if history is not None:
         check_tensor("history", history, shape=(batch, None), dtype=torch.int32, device=logits.device)
-
-
-def _check_settings(
-    temperature: float, top_k: int | None, top_p: float | None, min_p: float | None, repetition_penalty: float
-) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature: expected more than 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected 1 or more, got {top_k}")
-    if top_p is not None and not 0 <= top_p <= 1:
-        raise ValueError(f"top_p: expected 0 to 1, got {top_p}")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"min_p: expected 0 to 1, got {min_p}")
-    if not repetition_penalty > 0:
-        raise ValueError(f"repetition_penalty: expected more than 0, got {repetition_penalty}")

@@ -6,13 +6,18 @@ random numbers?
     pytest bench/kernels/bench_sample_probs.py --benchmark-only
 """
 
+from typing import Any
+
 import torch
 
 from specdec.bench.common import cost, shapes
 from specdec.bench.common.harness import BenchOp, Call, cases, compiled
 from specdec.bench.common.shapes import StepShape
+from specdec.kernels.common.warp_settings import warp_settings
 from specdec.kernels.reference import sample_probs as reference
 from specdec.kernels.sample_probs import sample_race, warp_logits
+
+WARPERS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
 
 def random_logits(shape: StepShape, generator: torch.Generator) -> torch.Tensor:
@@ -23,7 +28,8 @@ def random_logits(shape: StepShape, generator: torch.Generator) -> torch.Tensor:
 
 def make_warp_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     """The default top-k of transformers, with a usual temperature and top-p."""
-    return Call(args=(random_logits(shape, generator),), kwargs={"temperature": 0.8, "top_k": 50, "top_p": 0.9})
+    settings = warp_settings(**WARPERS, device=generator.device)
+    return Call(args=(random_logits(shape, generator), settings), kwargs={})
 
 
 def make_race_inputs(shape: StepShape, generator: torch.Generator) -> Call:
@@ -32,12 +38,12 @@ def make_race_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     return Call(args=(random_logits(shape, generator), row_ids, torch.zeros_like(row_ids[:1])), kwargs={"seed": 1})
 
 
-def topk_and_sort(logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """The usual eager code, as in transformers."""
-    scores = logits / temperature
-    scores = scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[..., -1:], float("-inf"))
+def topk_and_sort(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    """The usual eager code, as in transformers, which knows top-k on the host."""
+    scores = logits / settings[0, 0]
+    scores = scores.masked_fill(scores < scores.topk(WARPERS["top_k"], dim=-1).values[..., -1:], float("-inf"))
     ordered, order = scores.sort(dim=-1)
-    dropped = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+    dropped = ordered.softmax(-1).cumsum(-1) <= 1 - settings[0, 2]
     return scores.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
 
 

@@ -1,7 +1,5 @@
 """Eager reference of kernels.sample_probs: the definition, and what CPU decoding runs."""
 
-from typing import Any
-
 import torch
 
 from specdec.kernels.common.philox import philox
@@ -14,42 +12,43 @@ _MASK = 0xFFFFFFFF
 
 def warp_logits(
     logits: torch.Tensor,
+    settings: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
     parent: torch.Tensor | None = None,
     history: torch.Tensor | None = None,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     upcast: bool = True,
 ) -> torch.Tensor:
     """Process the logits of every node as transformers processes those of one sequence.
 
     Shapes, dtypes and meaning are those of `specdec.kernels.sample_probs.warp_logits`; arguments are not checked.
-    `upcast=False` computes in float32 instead of float64.
+    `upcast=False` computes in float32 instead of float64. A filter that no row asks for is left out.
     """
     x = logits.to(torch.float64 if upcast else torch.float32)
     x = x.masked_fill(x.isnan(), float("-inf"))
-    if repetition_penalty != 1.0:
+    if settings is None:
+        return x.float()
+    temperature, top_k, top_p, min_p, penalty = settings.to(x.dtype)[:, :, None, None].unbind(1)  # [B or 1, 1, 1]
+    if (penalty != 1).any():
         seen = _seen_tokens(x.shape, tokens, parent, history, x.device)
-        penalised = torch.where(x < 0, x * repetition_penalty, x / repetition_penalty)
+        penalised = torch.where(x < 0, x * penalty, x / penalty)
         x = torch.where(seen, penalised, x)
     x = x / temperature
-    if top_k is not None:
-        least = x.topk(min(top_k, x.shape[-1]), dim=-1).values[..., -1:]
-        x = x.masked_fill(x < least, float("-inf"))
-    if top_p is not None and top_p < 1:
+    if (top_k > 0).any():
+        ordered = x.topk(min(int(top_k.max()), x.shape[-1]), dim=-1).values
+        last = top_k.long().clamp(1, x.shape[-1]) - 1
+        least = ordered.gather(-1, last.expand(*x.shape[:2], 1))
+        x = x.masked_fill((x < least) & (top_k > 0), float("-inf"))
+    if (top_p < 1).any():
         ordered, order = x.sort(dim=-1, descending=True)
         probs = ordered.softmax(-1)
         # the mass of strictly larger logits decides, so equal ones share their fate
         above = probs.cumsum(-1) - probs
         first_equal = torch.searchsorted(-ordered, -ordered)
         kept = above.gather(-1, first_equal) < top_p
-        kept |= ordered == ordered[..., :1]
+        kept |= (ordered == ordered[..., :1]) | (top_p >= 1)
         x = x.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), float("-inf"))
-    if min_p is not None:
+    if (min_p > 0).any():
         probs = x.softmax(-1)
         x = x.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), float("-inf"))
     return x.float()
@@ -111,16 +110,12 @@ def sample_probs(
     logits: torch.Tensor,
     row_ids: torch.Tensor,
     step: torch.Tensor,
+    settings: torch.Tensor | None,
     tokens: torch.Tensor | None,
     parent: torch.Tensor | None,
     history: torch.Tensor | None,
     *,
     seed: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     upcast: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Process the logits of every node and draw one token from each.
@@ -128,7 +123,5 @@ def sample_probs(
     Shapes, dtypes and meaning are those of `specdec.kernels.sample_probs.sample_probs`; arguments are not checked.
     `upcast=False` computes in float32 instead of float64.
     """
-    filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    law = {"temperature": temperature, "repetition_penalty": repetition_penalty, **filters}
-    processed = warp_logits(logits, tokens, parent, history, **law, upcast=upcast)
+    processed = warp_logits(logits, settings, tokens, parent, history, upcast=upcast)
     return sample_race(processed, row_ids, step, seed=seed, upcast=upcast), processed

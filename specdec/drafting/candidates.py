@@ -7,12 +7,14 @@ that is wanted, the logits need not be written.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from specdec.common.randomness import Stream, Uniforms
+from specdec.kernels.common.launch import Backend
+from specdec.kernels.common.warp_settings import warp_settings
 from specdec.kernels.sample_probs import warp_logits
 from specdec.models.common.lm_heads import LMHeads, best_of
 
@@ -74,16 +76,31 @@ class DraftLaw:
     """The law that candidates are drawn from: softmax of the drafter's logits after these warpers, as in transformers.
 
     Any law keeps the output exact; the closer to the target's, the more is accepted.
+
+    Attributes:
+        temperature: divides the logits, over 0.
+        top_k: how many tokens to keep; None: all.
+        top_p: keep the most probable tokens that together reach it; None: all.
+        min_p: drop tokens with less than this share of the largest probability; None: none.
+        settings: [B, 5] float32, what `warp_logits` takes, in place of the numbers: where a captured step finds those
+            of each row. A repetition penalty among them does not act, as a law is none of a path.
+        backend: what runs the op; by default decided by the device.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    settings: torch.Tensor | None = None
+    backend: Backend | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed logits [B, M, V] float32."""
-        return warp_logits(logits, **asdict(self))
+        settings = self.settings
+        if settings is None and (self.temperature, self.top_k, self.top_p, self.min_p) != (1.0, None, None, None):
+            filters: dict[str, Any] = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+            settings = warp_settings(temperature=self.temperature, **filters, device=logits.device)
+        return warp_logits(logits, settings, backend=self.backend)
 
 
 class Sampled:

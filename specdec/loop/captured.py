@@ -127,7 +127,8 @@ class CapturedSteps:
         Args:
             batch_size: rows of the call.
             max_length: most tokens of a row.
-            key: what the step depends on beside sizes: the acceptance rule, processing, the number of stop tokens.
+            key: what the step depends on beside sizes: the acceptance rule, whether logits are processed, the number of
+                stop tokens.
         """
         memory = self._memories.get(batch_bucket(batch_size))
         if memory is None or memory.state.room.max_length < max_length or key not in memory.steps:

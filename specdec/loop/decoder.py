@@ -184,7 +184,7 @@ class Decoder:
             batch_size: rows of the calls to come.
             max_length: most tokens of a row, prompt and new ones together; shorter calls use the same step.
             num_stop_tokens: how many stop tokens they give.
-            processing: one with the same settings.
+            processing: one that sets something, whatever its values, or nothing, as the calls to come.
 
         Returns:
             Whether there is a captured step now; False where steps run eagerly.

@@ -3,6 +3,9 @@
 The common settings (temperature, top-k, top-p, min-p, repetition penalty) are one op over the whole tree. Whatever else
 transformers knows, and any `LogitsProcessor` of the user's, is called as transformers would call it for a sequence that
 ends in that node: once per row and depth, with the nodes of that depth as its batch.
+
+The values of the common settings are data on the device, which the op reads: one captured step serves all of them. The
+calls that set nothing have another one, without the op.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +18,7 @@ from transformers.generation import logits_process as hf
 from specdec.drafting.candidates import DraftLaw
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.launch import Backend
+from specdec.kernels.common.warp_settings import warp_settings
 from specdec.kernels.sample_probs import warp_logits
 
 __all__ = ["PROCESSOR_FIELDS", "WARPER_FIELDS", "Processing"]
@@ -43,6 +47,9 @@ class Processing:
         custom: the user's processors; one of a type that the config also asks for takes its place.
         allowed_tokens: transformers' `prefix_allowed_tokens_fn`.
         backend: what runs the kernels; by default decided by the device.
+
+    Attributes:
+        settings: [1, 5] float32 the values of the common settings, for all rows, on `device`.
     """
 
     def __init__(
@@ -59,14 +66,16 @@ class Processing:
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        self._settings = _active(config, do_sample=do_sample)
+        self._asked = _active(config, do_sample=do_sample)
+        at_once = {name: value for name, value in self._asked.items() if name in _AT_ONCE}
+        self.settings = warp_settings(**at_once, device=device)
         self._backend = backend
         self._stops = frozenset(stop_tokens)
         self._rows: list[LogitsProcessorList] | None = None
-        if custom or allowed_tokens is not None or self._settings.keys() - _AT_ONCE:
+        if custom or allowed_tokens is not None or self._asked.keys() - _AT_ONCE:
             self._rows = []
             for row, length in enumerate(prompt_lengths):
-                processors = _processors(self._settings, length, max_new_tokens, width, stop_tokens, device)
+                processors = _processors(self._asked, length, max_new_tokens, width, stop_tokens, device)
                 if allowed_tokens is not None:
                     processors.insert(
                         next((i for i, (name, _) in enumerate(processors) if name in _AFTER_PREFIX), len(processors)),
@@ -79,37 +88,42 @@ class Processing:
         """Logits as they come."""
         return cls(GenerationConfig(), do_sample=False, prompt_lengths=(), max_new_tokens=0, width=0)
 
-    @property
-    def law(self) -> DraftLaw:
-        """The law for drafters: the same warpers, without what depends on the path."""
-        names = ("temperature", "top_k", "top_p", "min_p")
-        return DraftLaw(**{name: self._settings[name] for name in names if name in self._settings})
+    def law(self, settings: torch.Tensor) -> DraftLaw:
+        """The law for drafters: the same warpers, without what depends on the path.
+
+        Args:
+            settings: [B, 5] float32 the values of each row, as `self.settings`, at the address where steps read them.
+        """
+        return DraftLaw(settings=None if self.is_idle else settings, backend=self._backend)
 
     @property
-    def signature(self) -> tuple[tuple[str, float], ...] | None:
+    def signature(self) -> str | None:
         """Calls of one signature can share a captured step; None if a processor runs on the host."""
-        return None if self._rows is not None else tuple(sorted(self._settings.items()))
+        if self._rows is not None:
+            return None
+        return "idle" if self.is_idle else "warped"
 
     @property
     def is_idle(self) -> bool:
         """Whether it leaves logits as they come."""
-        return not self._settings and self._rows is None
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a token before the tree matters."""
-        return self._rows is not None or "repetition_penalty" in self._settings
+        return not self._asked and self._rows is None
 
     def __call__(
-        self, logits: torch.Tensor, tree: DraftTree | None, history: torch.Tensor | None, budget: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        tree: DraftTree | None,
+        history: torch.Tensor,
+        budget: torch.Tensor,
+        settings: torch.Tensor,
     ) -> torch.Tensor:
         """Process the logits of every node.
 
         Args:
             logits: [B, N, V] the target's.
             tree: whose nodes they belong to; None for the end of the prompt (N = 1).
-            history: [B, H] int32 tokens before the tree's root, -1 in places without one; None unless `needs_history`.
+            history: [B, H] int32 the text so far, -1 in places without a token; with the tree's root at its end.
             budget: [B] int32 tokens that each row may still emit.
+            settings: as of `law`.
 
         Returns:
             [B, N, V], float32 if anything was done. Nodes that cannot be reached may be left as they are: those of
@@ -123,17 +137,17 @@ class Processing:
         if self._rows is None:
             return warp_logits(
                 logits,
+                settings,
                 None if tree is None else tree.tokens,
                 None if tree is None else tree.parent,
                 history,
-                **self._settings,
                 backend=self._backend,
             )
-        assert history is not None
         processed = logits.to(torch.float32, copy=True)
         parents = [[-1]] * len(self._rows) if tree is None else tree.parent.expand(len(self._rows), -1).tolist()
         for row, (processors, budget_left) in enumerate(zip(self._rows, budget.tolist(), strict=True)):
             text = history[row][history[row] >= 0].long()
+            text = text if tree is None else text[:-1]  # the root is in the tree
             tokens = text.new_empty(0) if tree is None else tree.tokens[row].long()
             self._process_row(processed[row], text, tokens, parents[row], processors, budget_left)
         return processed

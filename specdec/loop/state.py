@@ -15,6 +15,7 @@ import torch
 from specdec.common.randomness import Uniforms
 from specdec.drafting.base import Prompt, Room
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.warp_settings import warp_settings
 from specdec.models.common.cache import KVCache
 from specdec.models.target.target import Target
 
@@ -29,6 +30,9 @@ class DecodeState:
         room: the sizes that the tensors were made for.
         cache: the target's keys and values, with the committed length of each row.
         uniforms: the random numbers of this call.
+        settings: [B, 5] float32, what `warp_logits` takes; read by steps that process logits.
+        text: [B, max_prompt + max_new_tokens + slack] int32, `prompt` and `output` in one memory, -1 where there is no
+            token.
         prompt: [B, max_prompt] int32, -1 where a row has no token.
         root: [B] int32, last emitted token, not yet in the cache.
         budget: [B] int32, tokens that each row may still emit; 0 for a finished row.
@@ -44,6 +48,8 @@ class DecodeState:
     room: Room
     cache: KVCache
     uniforms: Uniforms
+    settings: torch.Tensor
+    text: torch.Tensor
     prompt: torch.Tensor
     root: torch.Tensor
     budget: torch.Tensor
@@ -70,15 +76,18 @@ class DecodeState:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         rows = room.batch_size
+        # a step writes all places of its longest path; what is past a row's count is overwritten by its next step
+        text = full(rows, room.max_prompt + room.max_new_tokens + max_depth + 1, value=-1)
         return cls(
             room=room,
             cache=target.new_cache(rows, room.max_length + num_nodes, device=device),
             uniforms=Uniforms(full(rows, value=0, dtype=torch.int64), backend=target.backend),
-            prompt=full(rows, room.max_prompt, value=-1),
+            settings=warp_settings(device=device).repeat(rows, 1),
+            text=text,
+            prompt=text[:, : room.max_prompt],
             root=full(rows, value=0),
             budget=full(rows, value=0),
-            # a step writes all places of its longest path; what is past a row's count is overwritten by its next step
-            output=full(rows, room.max_new_tokens + max_depth + 1, value=-1),
+            output=text[:, room.max_prompt :],
             num_output=full(rows, value=0, dtype=torch.int64),
             progress=full(2, value=-1),
             num_steps=full(1, value=0, dtype=torch.int64),
@@ -87,17 +96,19 @@ class DecodeState:
             step_deepest=full(room.max_new_tokens, rows, value=0),
         )
 
-    def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor) -> None:
+    def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor, settings: torch.Tensor) -> None:
         """Start a generation. Rows beyond the given seeds are padding: they have finished before they begin.
 
         Args:
             prompt: the prompts of all rows; a padding row has one of a single token.
             max_new_tokens: most tokens that a row may emit.
             seeds: [b] int64 of the real rows, the first b of B.
+            settings: [1 or B, 5] float32 what is done to the logits of each row.
         """
         num_rows, width = seeds.shape[0], prompt.tokens.shape[1]
         columns = torch.arange(width, device=self.prompt.device)
-        self.prompt.fill_(-1)
+        self.settings.copy_(settings)
+        self.text.fill_(-1)
         self.prompt[:, :width] = torch.where(columns < prompt.lengths[:, None], prompt.tokens, -1)
         self.uniforms.seeds.zero_()
         self.uniforms.seeds[:num_rows] = seeds
@@ -106,7 +117,6 @@ class DecodeState:
         # length and budget together never grow from here on, so that no row can outgrow the memory
         self.budget.copy_((self.room.max_length - prompt.lengths).clamp(0, max_new_tokens))
         self.budget[num_rows:] = 0
-        self.output.fill_(-1)
         self.num_output.zero_()
         self.progress[0].zero_()
         self.progress[1].fill_(-1)
@@ -146,11 +156,6 @@ class DecodeState:
         first = self.progress[1]
         step = 0 if is_prefill else self.num_steps[0] + 1
         first.copy_(torch.where(is_nan & (first < 0), step, first))
-
-    def history(self) -> torch.Tensor:
-        """[B, H] int32: the tokens before the root, -1 where there is none."""
-        emitted = torch.arange(self.output.shape[1], device=self.output.device)
-        return torch.cat((self.prompt, torch.where(emitted < self.num_output[:, None] - 1, self.output, -1)), 1)
 
     def cut(self, row: int, num_dropped: int) -> None:
         """End a row, without the last `num_dropped` of the tokens that its last step emitted."""

@@ -102,7 +102,7 @@ class Generation:
         The target reads `prefill_chunk_size` tokens of every row at a time, and the drafter after it.
         """
         state = self.state
-        state.begin(prompt, max_new_tokens, seeds)
+        state.begin(prompt, max_new_tokens, seeds, self.processing.settings)
         chunks = self.target.prefill_chunks(prompt.tokens, prompt.lengths, state.cache, chunk_size=prefill_chunk_size)
         for output in chunks:
             self.drafter.start(prompt, output)
@@ -123,7 +123,7 @@ class Generation:
         state = self.state
         state.uniforms.next_step()
         with self.timer.phase("draft"):
-            choose = self.rule.chooser(self.processing.law, state.uniforms)
+            choose = self.rule.chooser(self.processing.law(state.settings), state.uniforms)
             tree = self.target.broadcast_from_first(self.drafter.draft(state.root, choose))
         with self.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
@@ -179,5 +179,5 @@ class Generation:
         """What the acceptance rule sees."""
         if self.processing.is_idle:
             return scores
-        history = self.state.history() if self.processing.needs_history else None
-        return Scores.of(self.processing(scores.logits, tree, history, self.state.budget))
+        state = self.state
+        return Scores.of(self.processing(scores.logits, tree, state.text, state.budget, state.settings))

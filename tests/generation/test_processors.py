@@ -150,12 +150,13 @@ def test_every_node_has_the_scores_of_its_own_text(case, generator):
     for node in range(1, shape.num_nodes):  # the drafted tokens are probable ones
         logits[:, shape.parent[node]].scatter_(1, tokens[:, node : node + 1].long(), 12.0)
     tree = specdec.DraftTree(tokens, template.parent, template.depth, template.ancestors, torch.tensor([3, 3]), 3)
-    history = torch.full((2, 8), -1, dtype=torch.int32)
+    history = torch.full((2, 8), -1, dtype=torch.int32)  # ends in the root, behind places without a token
+    history[:, -1] = tokens[:, 0]
     for row, text in enumerate(texts):
         history[row, : len(text)] = text
     config = GenerationConfig(**{"top_k": 50, **WARPERS[case]})
     processing = Processing(config, do_sample=True, prompt_lengths=[6, 3], max_new_tokens=9, width=6)
-    processed = processing(logits, tree, history, torch.tensor([9, 9]))
+    processed = processing(logits, tree, history, torch.tensor([9, 9]), processing.settings)
     for row, text in enumerate(texts):
         expected = {}
         for node in range(shape.num_nodes):

@@ -12,6 +12,7 @@ from lib.tensors import DEVICE, float32, int32
 from specdec.kernels.common import walk
 from specdec.kernels.common.check import MAX_NODES, check_parent
 from specdec.kernels.common.dynamic_tree import RerankedTree
+from specdec.kernels.common.warp_settings import warp_settings
 from specdec.kernels.reference import sample_probs as sample_reference
 from specdec.kernels.reference import tree_rerank as rerank_reference
 
@@ -102,8 +103,9 @@ def test_a_node_with_a_wild_parent_is_padding(generator, unchecked, name):
 def test_a_climb_ends_at_a_wild_parent(generator, unchecked):
     parent = int32(WILD)
     tokens, _, logits, _ = RULES["naive"].call(generator, batch=len(WILD), num_nodes=7, vocab=7)
-    got = LAUNCHERS["warp_logits"](logits, tokens, parent, repetition_penalty=1.5, backend="triton")
-    expected = sample_reference.warp_logits(logits, tokens, as_padding(parent), repetition_penalty=1.5)
+    settings = warp_settings(repetition_penalty=1.5, device=DEVICE)
+    got = LAUNCHERS["warp_logits"](logits, settings, tokens, parent, backend="triton")
+    expected = sample_reference.warp_logits(logits, settings, tokens, as_padding(parent))
     torch.testing.assert_close(got, expected)
 
 
@@ -157,10 +159,10 @@ def too_large(name):
         "accept_rejection": {"tokens": nodes, "parent": parent, "logits": floats},
         "accept_traversal": {"tokens": nodes, "parent": parent, "logits": floats},
         "accept_typical": {"tokens": nodes, "parent": parent, "logits": floats},
-        "sample_probs": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},
+        "sample_probs": {"tokens": nodes, "parent": parent, "logits": floats, "history": None, "settings": None},
         "tree_expand": {"row": nodes[0], "rank": nodes[0], "depth": nodes[0]},
         "tree_rerank": {"num_nodes": MAX_NODES + 1},
-        "warp_logits": {"tokens": nodes, "parent": parent, "logits": floats, "history": None},
+        "warp_logits": {"tokens": nodes, "parent": parent, "logits": floats, "history": None, "settings": None},
     }[name]
 
 

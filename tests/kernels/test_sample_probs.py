@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 from lib.laws import assert_sample_has_law, random_logits, random_parents
 from lib.tensors import DEVICE, FLOATS, int32
 from lib.tolerances import FLOOR
+from specdec.kernels.common.warp_settings import warp_settings
 from specdec.kernels.reference import sample_probs as reference
 from specdec.kernels.sample_probs import _launch_config, sample_probs, sample_race, warp_logits
 
@@ -40,6 +41,15 @@ def random_call(generator, *, batch=2, num_nodes=3, vocab=40, dtype=torch.float3
     return logits, tokens, random_parents(generator, num_nodes), history
 
 
+def settings_of(**values):
+    return warp_settings(**values, device=DEVICE)
+
+
+def warp(logits, *tree, op=warp_logits, backend="triton", **values):
+    """By the kernel, with one set of settings for all rows."""
+    return op(logits, settings_of(**values), *tree, **({"backend": backend} if op is warp_logits else {}))
+
+
 def assert_same_kept(got, expected):
     """The same tokens kept, and their logits equal up to fp32 rounding of a few operations."""
     assert got.dtype == torch.float32
@@ -53,17 +63,15 @@ def assert_same_kept(got, expected):
 @pytest.mark.parametrize("vocab", [7, 300, 5000])
 def test_matches_the_reference(generator, vocab, name):
     call = random_call(generator, vocab=vocab)
-    assert_same_kept(
-        warp_logits(*call, **SETTINGS[name], backend="triton"), reference.warp_logits(*call, **SETTINGS[name])
-    )
+    expected = warp(*call, op=reference.warp_logits, **SETTINGS[name])
+    assert_same_kept(warp(*call, **SETTINGS[name]), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_matches_the_reference(generator, dtype):
     call = random_call(generator, vocab=5000, dtype=dtype)
-    assert_same_kept(
-        warp_logits(*call, **SETTINGS["all"], backend="triton"), reference.warp_logits(*call, **SETTINGS["all"])
-    )
+    expected = warp(*call, op=reference.warp_logits, **SETTINGS["all"])
+    assert_same_kept(warp(*call, **SETTINGS["all"]), expected)
 
 
 PROCESSORS = {
@@ -88,7 +96,7 @@ def test_every_node_is_processed_as_transformers_processes_its_own_sequence(gene
     """The sequence of a node is the row's history and the node's path."""
     logits, tokens, _, history = random_call(generator, num_nodes=4, vocab=300)
     parent, paths = int32([[-1, 0, 0, 2]]), [[0], [0, 1], [0, 2], [0, 2, 3]]
-    got = warp_logits(logits, tokens, parent, history, **SETTINGS[name], backend="triton")
+    got = warp(logits, tokens, parent, history, **SETTINGS[name])
     for b in range(2):
         for n, path in enumerate(paths):
             ids = torch.cat([history[b][history[b] >= 0], tokens[b, path]]).cpu()
@@ -101,10 +109,10 @@ def test_equal_logits_are_kept_or_dropped_together():
     second = [0, 1, 2, 4, 5]
     for kept_by in ({"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.85}):
         for backend in ("triton", "reference"):
-            kept = warp_logits(logits, **kept_by, backend=backend)[0, 0] > float("-inf")
+            kept = warp(logits, **kept_by, backend=backend)[0, 0] > float("-inf")
             assert kept.nonzero()[:, 0].tolist() == second, kept_by
     # 0.0 and -0.0 are equal too
-    assert (warp_logits(logits, top_k=6, backend="triton") > float("-inf")).all()
+    assert (warp(logits, top_k=6) > float("-inf")).all()
 
 
 @settings(deadline=None, max_examples=25)
@@ -117,18 +125,18 @@ def test_top_k_and_top_p_are_what_they_say(data):
     top_k, top_p = data.draw(st.integers(1, vocab)), data.draw(st.floats(0.05, 0.97))
     x = logits[0, 0].double()
     larger = x[None, :] > x[:, None]  # [v, w]: w has a larger logit than v
-    kept = warp_logits(logits, top_k=top_k, backend="triton")[0, 0] > float("-inf")
+    kept = warp(logits, top_k=top_k)[0, 0] > float("-inf")
     assert torch.equal(kept, larger.sum(1) < top_k)
     above = (larger * x.softmax(-1)).sum(1)
     if ((above - top_p).abs() > 1e-6).all():
-        kept = warp_logits(logits, top_p=top_p, backend="triton")[0, 0] > float("-inf")
+        kept = warp(logits, top_p=top_p)[0, 0] > float("-inf")
         assert torch.equal(kept, above < top_p)
 
 
 def test_impossible_tokens_stay_impossible():
     logits = torch.full((2, 1, 5000), float("nan"), device=DEVICE)
     logits[0, 0, 4100], logits[0, 0, 8] = 1.0, float("-inf")
-    got = warp_logits(logits, top_k=3, top_p=0.5, min_p=0.1, backend="triton")
+    got = warp(logits, top_k=3, top_p=0.5, min_p=0.1)
     assert (got > float("-inf")).nonzero().tolist() == [[0, 0, 4100]]
     sampled = sample_race(logits, int32([0, 1]), int32([0]), seed=1, backend="triton")
     assert sampled.tolist() == [[4100], [0]]
@@ -136,7 +144,7 @@ def test_impossible_tokens_stay_impossible():
 
 def test_tokens_outside_the_vocabulary_are_not_penalised(generator):
     logits = random_logits(generator, 1, 1, 6)
-    got = warp_logits(logits, history=int32([[-1, 6, 99]]), repetition_penalty=2.0, backend="triton")
+    got = warp(logits, None, None, int32([[-1, 6, 99]]), repetition_penalty=2.0)
     assert torch.equal(got, logits)
 
 
@@ -199,12 +207,12 @@ def test_rare_tokens_win_as_often_as_they_should():
 
 def test_sample_probs_is_both_in_turn(generator):
     logits, tokens, parent, history = random_call(generator)
-    names = {"row_ids": int32([0, 1]), "step": int32([7])}
+    names, everything = {"row_ids": int32([0, 1]), "step": int32([7])}, settings_of(**SETTINGS["all"])
     for backend in ("triton", "reference"):
         sampled, processed = sample_probs(
-            logits, **names, tokens=tokens, parent=parent, history=history, seed=3, **SETTINGS["all"], backend=backend
+            logits, *names.values(), everything, tokens, parent, history, seed=3, backend=backend
         )
-        expected = warp_logits(logits, tokens, parent, history, **SETTINGS["all"], backend=backend)
+        expected = warp_logits(logits, everything, tokens, parent, history, backend=backend)
         assert torch.equal(processed, expected)
         assert torch.equal(sampled, sample_race(processed, **names, seed=3, backend=backend))
         assert (processed.gather(2, sampled.long()[..., None]) > float("-inf")).all()

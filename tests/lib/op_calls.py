@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lib.laws import draw_tokens, random_logits, traversal_tables
-from lib.tensors import DEVICE, int32, int64, rand, randint, randn
+from lib.tensors import DEVICE, float32, int32, int64, rand, randint, randn
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 BATCH = 3
@@ -99,7 +99,9 @@ def calls(sizes):
     history = randint(g, -1, vocab, BATCH, 5)
     seeds = int64([2**40 + 3, -5, 9])
     warped = [x[:, : sizes.judged].contiguous() for x in (logits[..., : sizes.warped], tokens, parent)]
-    sampling = {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}
+    # a row of every kind: a filter or two, all that there is, and nothing
+    warping = float32([[0.7, 4, 1, 0, 1.2], [0.8, 0, 0.9, 0.05, 1], [1, 0, 1, 0, 1]])
+    everything = float32([[0.7, 4, 0.9, 0.05, 1.2]])
     return {
         "accept_greedy": ((tokens, parent, tokens.roll(-1, 1)), limits),
         "accept_naive": ((tokens, parent, logits, uniform), limits),
@@ -116,14 +118,14 @@ def calls(sizes):
         "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
         "rms_norm": ((randn(g, *rows, width), randn(g, width)), {"eps": 1e-5}),
         "rope_kv_write": ((q, k, v, slots.clamp(min=0), rand(g, 9, dim), slots, *kv), {"lengths": int32([1, 0, 2])}),
-        "sample_probs": ((warped[0], names, step, *warped[1:], history), {"seed": 3} | sampling),
+        "sample_probs": ((warped[0], names, step, everything, *warped[1:], history), {"seed": 3}),
         "sample_race": ((warped[0], names, step), {"seed": 3}),
         "skinny_linear": ((states, weight), {}),
         "swiglu": ((randn(g, *rows, 2 * width),), {}),
         "tree_attention": ((asking[0], *prefix, lengths, asking[1]), {"scale": 0.25}),
         "tree_expand": ((level[0], root, lengths, *nodes), {}),
         "tree_rerank": ((level[0], level[1], pool_parent, root), {"num_nodes": 40, "max_depth": 2}),
-        "warp_logits": ((*warped, history), {"top_p": 0.9, "min_p": 0.05} | sampling),
+        "warp_logits": ((warped[0], warping, *warped[1:], history), {}),
     }
 
 

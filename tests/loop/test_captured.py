@@ -13,8 +13,9 @@ from transformers import GenerationConfig
 import specdec
 from lib.families import build_model
 from lib.guard import GuardedEngine
-from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
+from lib.law_drafters import DRAFTERS, build_target, make_drafter
 from lib.recorder import Recorder, references_as_kernels, storages
+from lib.replays import same, some_prompts, two_decoders
 from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.drafters.load import load_drafter
 from specdec.drafters.prompt_lookup import PromptLookup
@@ -24,34 +25,13 @@ from specdec.loop.decoder import Decoder
 from specdec.loop.graphs import CannotCaptureError
 from specdec.loop.memory import num_bytes, tensors_of
 from specdec.loop.processing import Processing
-from specdec.loop.rules import RULES, choose_rule
+from specdec.loop.rules import choose_rule
 from specdec.loop.step import NonFiniteLogitsError
 from specdec.models.target.target import Target
 
 pytestmark = pytest.mark.interpreter
 
 LENGTHS = {"one row": [5], "three rows": [3, 9, 1]}
-
-
-def some_prompts(generator, lengths):
-    return [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in lengths]
-
-
-def two_decoders(kind, rule, monkeypatch):
-    """One that runs eagerly, and one that replays, on the same weights."""
-    eager = Decoder(build_target(), make_drafter(kind), acceptance=rule)
-    references_as_kernels(monkeypatch)
-    target = Target(build_target(), backend="triton")
-    return eager, Decoder(target, make_drafter(kind), acceptance=rule, capture=Recorder())
-
-
-def same(result, expected):
-    assert result.tokens == expected.tokens
-    assert result.stats.num_emitted == expected.stats.num_emitted
-    assert result.stats.deepest == expected.stats.deepest
-    assert result.stats.num_target_passes == expected.stats.num_target_passes
-    assert result.stats.captured
-    assert not expected.stats.captured
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -65,20 +45,6 @@ def test_replaying_a_recorded_step_gives_the_text_of_the_eager_loop(kind, sampli
         prompts = some_prompts(generator, lengths)
         same(*(decoder.decode(prompts, max_new_tokens, **settings) for decoder in (replayed, eager)))
     assert replayed.captured.engine.num_recorded == 1
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_and_all_processing_at_once(rule, generator, monkeypatch):
-    eager, replayed = two_decoders("draft_tree", RULES[rule](), monkeypatch)
-    prompts = some_prompts(generator, [4, 7])
-    same(*(decoder.decode(prompts, 16, seed=3, processing=warped(prompts, decoder)) for decoder in (replayed, eager)))
-
-
-def warped(prompts, decoder, **settings):
-    config = GenerationConfig(**{"temperature": 0.8, "top_k": 5, "top_p": 0.95, "repetition_penalty": 1.3, **settings})
-    lengths = [*map(len, prompts)]
-    sizes = {"prompt_lengths": lengths, "width": max(lengths), "max_new_tokens": 16}
-    return Processing(config, do_sample=True, **sizes, backend=decoder.backend)
 
 
 @pytest.mark.parametrize("drafter", ["hydra++", "eagle", "eagle3", "parallelspec_medusa", "falcon"])
@@ -163,9 +129,8 @@ def test_recordings_are_shared_by_what_fits_and_released_on_demand(generator, mo
     assert engine.num_recorded == 3
     assert sorted(memory.state.room.batch_size for memory in decoder.captured.memories()) == [1, 2]
     assert "captured: 2 for 2 x 64 tokens" in str(decoder.describe())
-    for temperature in range(1, 20):
-        processing = warped(prompts, decoder, temperature=temperature / 10)
-        assert decoder.warmup(batch_size=2, max_length=16, processing=processing)
+    for num_stop_tokens in range(20):
+        assert decoder.warmup(batch_size=2, max_length=16, num_stop_tokens=num_stop_tokens)
     assert f"captured: {MAX_RECORDINGS} for 2 x 64 tokens" in str(decoder.describe())
     decoder.release()
     assert decoder.captured.memories() == []
