@@ -6,6 +6,8 @@ tensor and committing an accepted path is a pure move (`specdec.kernels.kv_compa
 beyond the length may be read by masked lanes and must hold finite numbers.
 """
 
+from typing import Protocol
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -15,11 +17,39 @@ from specdec.kernels.kv_compact import kv_compact
 __all__ = ["KVCache"]
 
 
-class _Slots:
-    """Where the current pass writes; one object that all layers of a cache share."""
+class _Pass(Protocol):
+    """What a cache has to know of a forward pass."""
 
-    flat: torch.Tensor
-    """[B * T] int64 slots, the cache of a layer seen as [B * S, HK, D]."""
+    @property
+    def slots(self) -> torch.Tensor:
+        """[B, T] int64, per row."""
+        ...
+
+
+class _Slots:
+    """Where the current pass writes; one object that all layers of a cache share.
+
+    Args:
+        row_starts: [B, 1] int64, as of `KVCache`.
+    """
+
+    def __init__(self, row_starts: torch.Tensor) -> None:
+        self._row_starts = row_starts
+        self._flat: torch.Tensor | None = None
+        self._pass: _Pass | None = None
+
+    def of(self, one: _Pass) -> None:
+        """Take those of a pass, when a layer asks for them."""
+        if one is not self._pass:
+            self._flat, self._pass = None, one
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """[B * T] int64 slots, the cache of a layer seen as [B * S, HK, D]."""
+        if self._flat is None:
+            assert self._pass is not None, "no pass has begun"
+            self._flat = (self._row_starts + self._pass.slots).flatten()
+        return self._flat
 
 
 class _Layer(CacheLayerMixin):
@@ -86,7 +116,7 @@ class KVCache(Cache):
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.backend = backend
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity
-        self._slots = _Slots()
+        self._slots = _Slots(self.row_starts)
         super().__init__(layers=[_Layer(memory, self._slots) for memory in self.data])
 
     @property
@@ -94,9 +124,9 @@ class KVCache(Cache):
         """Slots per row."""
         return self.data.shape[3]
 
-    def write_to(self, slots: torch.Tensor) -> None:
-        """Say where the next pass writes: `slots [B, T]`, per row."""
-        self._slots.flat = (self.row_starts + slots).flatten()
+    def begin_pass(self, one: _Pass) -> None:
+        """Say which pass writes next; its slots are asked for only if a layer writes by `update`."""
+        self._slots.of(one)
 
     def commit(self, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
         """Keep the accepted path of the tree and drop the rest.

@@ -124,8 +124,13 @@ def is_free(module: nn.Module) -> bool:
     return is_own and module._compiled_call_impl is None
 
 
-def is_bare(module: nn.Module) -> bool:
-    """Whether nothing but its forward happens when it is called, so that it need not be called."""
+def is_bare(module: nn.Module, ignored: type | tuple[type, ...] = ()) -> bool:
+    """Whether nothing but its forward happens when it is called, so that it need not be called.
+
+    Args:
+        module: the module.
+        ignored: classes of hooks that do not count.
+    """
     # the hooks that transformers leaves behind do nothing unless it records outputs at that moment
-    foreign = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", None) != _RECORDERS]
-    return is_free(module) and not foreign and not module._forward_pre_hooks
+    hooks = (hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", None) != _RECORDERS)
+    return is_free(module) and not module._forward_pre_hooks and all(isinstance(hook, ignored) for hook in hooks)

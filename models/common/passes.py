@@ -104,17 +104,24 @@ class TreePass:
     backend: Backend
     fused: bool = False
     """Whether layers may run on the fused path (`specdec.models.target.fused`)."""
-    slots: torch.Tensor = field(init=False)
-    """[B, N] int64, cache slot of each node."""
-    positions: torch.Tensor = field(init=False)
-    """[B, N] int64, position of each node, counted from 0."""
+    _slots: torch.Tensor | None = field(init=False, default=None)
+    _positions: torch.Tensor | None = field(init=False, default=None)
     _visible: dict[int | None, list[VisibleSlots]] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        base = self.lengths.long()[:, None]
-        nodes = torch.arange(self.first_node, self.first_node + self.num_nodes, device=self.lengths.device)
-        self.slots = base + nodes
-        self.positions = base + self.depth
+    @property
+    def slots(self) -> torch.Tensor:
+        """[B, N] int64, cache slot of each node; made when first asked for, as the fused path counts itself."""
+        if self._slots is None:
+            nodes = torch.arange(self.first_node, self.first_node + self.num_nodes, device=self.lengths.device)
+            self._slots = self.lengths.long()[:, None] + nodes
+        return self._slots
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[B, N] int64, position of each node, counted from 0; made when first asked for."""
+        if self._positions is None:
+            self._positions = self.lengths.long()[:, None] + self.depth
+        return self._positions
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None

@@ -78,7 +78,7 @@ class CachedAttention:
         """As `Attend`."""
         visible, held = self.visible, cast(Any, self.cache.layers[layer])
         if self.table is None:
-            self.cache.write_to(visible.slots)
+            self.cache.begin_pass(visible)
             held.update(rotation.rotate(key).transpose(1, 2), value.transpose(1, 2))
             query = rotation.rotate(query)
         else:

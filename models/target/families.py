@@ -25,26 +25,30 @@ class Family:
     Attributes:
         causal_lm: its model with the LM head, whose forward pass is its decoder's and then the LM head: no scaling of
             logits, no cap on them.
+        decoder: the decoder, if it is an embedding, a rotary embedding, layers and a norm, one after the other.
         layer: its decoder layer, if the fused path computes what that does, from the three parts below.
         attention: self-attention with q_proj, k_proj, v_proj and o_proj; q_norm and k_norm where it has some.
         mlp: a gated MLP with gate_proj, up_proj and down_proj.
         norm: an RMS norm with `weight` and `variance_epsilon`.
+        rotary: the rotary embedding, which makes cosines and sines of `inv_freq`.
         has_one_window: all attention layers have the sliding window of the configuration; else each knows its own.
     """
 
     causal_lm: type[PreTrainedModel]
+    decoder: type[nn.Module] | None = None
     layer: type[nn.Module] | None = None
     attention: type[nn.Module] | None = None
     mlp: type[nn.Module] | None = None
     norm: type[nn.Module] | None = None
+    rotary: type[nn.Module] | None = None
     has_one_window: bool = False
 
 
 def _llama_shaped(modeling: ModuleType, name: str, *, has_one_window: bool = False) -> Family:
     """A family whose classes are named, and do, as LLaMA's."""
-    parts = ("ForCausalLM", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-    causal_lm, layer, attention, mlp, norm = (getattr(modeling, name + part) for part in parts)
-    return Family(causal_lm, layer, attention, mlp, norm, has_one_window)
+    parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+    causal_lm, decoder, layer, attention, mlp, norm, rotary = (getattr(modeling, name + part) for part in parts)
+    return Family(causal_lm, decoder, layer, attention, mlp, norm, rotary, has_one_window)
 
 
 FAMILIES = {

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,8 @@ from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.passes import PromptPass, TreePass
 from specdec.models.target.families import FAMILIES, check_model, decoder_layers, sliding_window_of
-from specdec.models.target.fused import fused_layers
+from specdec.models.target.fused import FusedPath
+from specdec.models.target.modules import Tap
 from specdec.models.target.scores import PrefillOutput, Scores, TargetOutput
 from specdec.models.target.sharding import Sharding
 
@@ -91,6 +91,7 @@ class Target:
         self.vocab_size: int = head.out_features
         self.max_positions: int = config.max_position_embeddings
         self.sliding_window: int | None = sliding_window_of(config)
+        self._path: FusedPath | None = None
         self._kept: dict[int, torch.Tensor] = {}  # of the last pass: 0 the final state, 1 + n tap n
         self.tap_layers: tuple[int, ...] = ()
         self.tap(tap_layers)
@@ -146,17 +147,41 @@ class Target:
         """
         AttentionInterface.register(_ATTENTION_NAME, _attention)
         with _LOCKS.setdefault(self.model, threading.RLock()):
+            self._path = self._find_path()
+            modules = list(self.model.modules()) if self._path is None else self._path.modules
             attention = self.model.config._attn_implementation
-            fusing = fused_layers(self.model) if self.fused else nullcontext()
+            fusing = nullcontext() if self._path is None else self._path.attached()
             try:
                 if attention != _ATTENTION_NAME:
-                    self.model.set_attn_implementation(_ATTENTION_NAME)
-                with _in_eval_mode(self.model), fusing, self._keeping_states():
+                    self._set_attention(_ATTENTION_NAME)
+                with _in_eval_mode(self.model, modules), fusing, self._keeping_states():
                     yield
             finally:
                 if attention != _ATTENTION_NAME:
-                    self.model.set_attn_implementation(attention)
-                _own_buffers(self.model)
+                    self._set_attention(attention)
+                _own_buffers(modules)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """What passes read beside the model's own tensors, once it was hooked; they stay as long as the model does."""
+        return () if self._path is None else self._path.tables
+
+    def _find_path(self) -> FusedPath | None:
+        """The fused path of the model as it is now, if it is to have one."""
+        if not self.fused:
+            return None
+        if self._path is not None and self._path.holds():
+            return self._path
+        return FusedPath(self.model, known=self._path)
+
+    def _set_attention(self, name: str) -> None:
+        """Choose the attention function; the official way looks at every module, for models within the model."""
+        config = self.model.config
+        is_flat = self.model.get_decoder().config is config and not config.sub_configs
+        if self._path is not None and self._path.num_layers and is_flat:
+            config._attn_implementation = name
+        else:
+            self.model.set_attn_implementation(name)
 
     @torch.no_grad()
     def read(self, tokens: torch.Tensor) -> TargetOutput:
@@ -255,9 +280,11 @@ class Target:
             backend=self.backend,
             fused=self.fused,
         )
-        # nodes past the last position can never be accepted; clamping keeps learned position tables in range
-        positions = tree_pass.positions.clamp(max=self.max_positions - 1)
-        scores = self._forward(tokens.long(), positions, tree_pass, cache)
+        positions = None if self._path is None else self._path.begin(tree_pass)
+        if positions is None:
+            # nodes past the last position can never be accepted; clamping keeps learned position tables in range
+            positions, tokens = tree_pass.positions.clamp(max=self.max_positions - 1), tokens.long()
+        scores = self._forward(tokens, positions, tree_pass, cache)
         return TargetOutput(scores, *self._take_states())
 
     def _forward(
@@ -274,7 +301,7 @@ class Target:
             Scores [B, n] at these columns of the tokens, by default at all: logits that are there already if the model
             decides itself what becomes of its states.
         """
-        cache.write_to(model_pass.slots)
+        cache.begin_pass(model_pass)
         inputs: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
@@ -307,11 +334,8 @@ class Target:
         with ExitStack() as stack:
             stack.callback(self._kept.clear)
             for place, module in enumerate((decoder, *(layers[layer] for layer in self.tap_layers))):
-                stack.enter_context(module.register_forward_hook(partial(self._keep, place)))
+                stack.enter_context(module.register_forward_hook(Tap(self._kept, place)))
             yield
-
-    def _keep(self, place: int, module: nn.Module, args: object, output: Any) -> None:
-        self._kept[place] = output if isinstance(output, torch.Tensor) else output[0]
 
     def _take_states(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The final state and the taps of the last pass; empties the keep."""
@@ -337,7 +361,7 @@ class Target:
                 raise NotImplementedError(f"{refusal}: {error}") from error
             except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
                 raise NotImplementedError(f"{refusal}: its forward pass failed under the hook: {error}") from error
-        with _in_eval_mode(self.model):
+        with _in_eval_mode(self.model, list(self.model.modules())):
             own = self.model(tokens, use_cache=False).logits[:, -1].float()
         difference = (hooked - own).abs().max().item()
         allowed = 64 * torch.finfo(self.dtype).eps * own.abs().max().clamp(min=1.0).item()
@@ -384,19 +408,20 @@ def _attention(
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
+def _in_eval_mode(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    training = [module for module in modules if module.training]
     try:
-        model.eval()
+        if training:
+            model.eval()
         yield
     finally:
         for module in training:
             module.training = True
 
 
-def _own_buffers(model: nn.Module) -> None:
+def _own_buffers(modules: Sequence[nn.Module]) -> None:
     """Replace buffers that a pass without autograd made (scaled rotary tables) by ones that training can use."""
-    for module in model.modules():
+    for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_inference():
                 with torch.inference_mode(False):

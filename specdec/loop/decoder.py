@@ -280,7 +280,8 @@ class Decoder:
         captured, signature = self.captured, processing.signature
         if captured is None or captured.cannot_capture or signature is None:
             return None
-        addresses = [tensor.data_ptr() for tensor in (*self.target.model.parameters(), *weights_of(self.drafter))]
+        weights = (*self.target.model.parameters(), *self.target.tables, *weights_of(self.drafter))
+        addresses = [tensor.data_ptr() for tensor in weights]
         if addresses != self._addresses:  # a model was moved: recordings read memory that is not its own any more
             captured.release()
             self._addresses = addresses

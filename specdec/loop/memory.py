@@ -135,7 +135,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.parameters()
         yield from value.buffers()
     elif isinstance(value, Target):
-        yield value.model
+        yield from (value.model, value.tables)
     elif isinstance(value, KVCache):  # not the slots of the pass that is running, which are no state
         yield from (value.data, value.lengths, value.row_starts)
     elif isinstance(value, dict):

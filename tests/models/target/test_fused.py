@@ -14,7 +14,7 @@ from lib.scripted_drafters import oracle
 from lib.tolerances import FLOOR
 from specdec.loop.decoder import Decoder
 from specdec.models.target import fused
-from specdec.models.target.fused import fused_layers
+from specdec.models.target.fused import FusedPath
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeShape
 
@@ -30,8 +30,7 @@ def make_biased(model, generator):
 
 
 def num_fused(model):
-    with fused_layers(model) as count:
-        return count
+    return FusedPath(model).num_layers
 
 
 @pytest.mark.parametrize("family", LLAMA_SHAPED)
@@ -249,6 +248,61 @@ def test_what_others_have_changed_goes_on_working(name, generator):
     assert_near(got.hidden, expected.hidden)
     assert num_fused(model) == layers
     assert [parameter.data_ptr() for parameter in model.model.layers[1].parameters()] != places or layers == 2
+
+
+def move(model):
+    model.double().float()
+
+
+def replace_layer(model):
+    layer = type(model.model.layers[1])(model.config, layer_idx=1).eval()
+    layer.load_state_dict(model.model.layers[2].state_dict())
+    model.model.layers[1] = layer
+
+
+def replace_weight(model):
+    linear = model.model.layers[1].self_attn.k_proj
+    linear.weight = nn.Parameter(-linear.weight.detach())
+
+
+LATER_CHANGES = CHANGES | {"moved": move, "another layer": replace_layer, "another weight": replace_weight}
+LATER_CHANGES["hook of a layer, before"] = lambda model: model.model.layers[1].register_forward_pre_hook(
+    lambda module, args: (0.5 * args[0],)
+)
+LATER_CHANGES["another window"] = lambda model: model.config.__setattr__("sliding_window", 7)
+LATER_CHANGES["training"] = lambda model: model.train()
+
+
+@pytest.mark.parametrize("name", LATER_CHANGES)
+@pytest.mark.filterwarnings("ignore:The .*forward")
+def test_changes_between_two_blocks_are_noticed(name, generator):
+    """The plan is kept from one block to the next; what was changed meanwhile must not be missed."""
+    model = build_model("mistral_window" if name == "another window" else "llama")
+    prompts, tree_tokens = random_prompts(generator, [9, 14]), random_tree(generator, 2)
+    target = Target(model, fused=True)
+    before = score(target, prompts, tree_tokens).tree
+    LATER_CHANGES[name](model)
+    expected = score(Target(model, fused=False), prompts, tree_tokens).tree
+    got = score(target, prompts, tree_tokens).tree
+    assert_near(got.logits, expected.logits)
+    if name not in ("moved", "shared memory", "training"):
+        assert not torch.allclose(got.logits, before.logits, atol=1e-2), "the change changed nothing"
+    assert_near(score(target, prompts, tree_tokens).tree.logits, expected.logits)
+
+
+def test_a_plan_is_made_once_for_a_model_that_stays(generator, monkeypatch):
+    model = build_model("llama")
+    prompts, tree_tokens = random_prompts(generator, [9]), random_tree(generator, 1)
+    target, plans, kept = Target(model, fused=True, tap_layers=(1,)), [], fused._plan
+    monkeypatch.setattr(fused, "_plan", lambda *args: plans.append(0) or kept(*args))
+    expected = score(target, prompts, tree_tokens).tree.logits
+    with Target(model, fused=False, tap_layers=(0,)).hooked():  # whose taps are no change
+        assert torch.equal(score(target, prompts, tree_tokens).tree.logits, expected)
+    with target.hooked():
+        assert torch.equal(score(target, prompts, tree_tokens).tree.logits, expected)
+    model.model.layers[0].self_attn.q_proj.weight.data.mul_(0.5)  # as training does
+    assert not torch.equal(score(target, prompts, tree_tokens).tree.logits, expected)
+    assert len(plans) == 1
 
 
 def test_nested_blocks_and_targets_of_either_kind(generator):
