@@ -13,8 +13,8 @@ included, and *synthetic acceptance* (`bench/decoding/synthetic.py`), as every r
 
 An arm is one way to decode; a cell is one model, batch size and context with every arm in it. The most telling cells
 and arms come first, every record is written at once, and each cell has its share of the time, so that a run which is
-cut off has told most. No arm gets a number before its text was compared with plain decoding; the exit status is 1 if
-one was wrong.
+cut off has told most; with `--resume` the next one goes on where it ended. No arm gets a number before its text was
+compared with plain decoding; the exit status is 1 if one was wrong.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from pathlib import Path
 
 import torch
 
-from specdec.bench.common.machine import measure_machine
-from specdec.bench.common.provenance import append_record
+from specdec.bench.common.journal import AGAIN, LEFT, Journal
+from specdec.bench.common.machine import device_is_lost, measure_machine
 from specdec.bench.common.shapes import MODELS, TINY, ModelShape
 from specdec.bench.common.tables import decode_tables
-from specdec.bench.decoding.cells import Cell, run_cell
+from specdec.bench.decoding.cells import OUT_OF_TIME, Cell, arm_names, run_cell
 from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
 from specdec.bench.decoding.synthetic import PROFILES
 from specdec.bench.decoding.timeline import lanes_svg, middle_steps
@@ -93,32 +93,47 @@ def _distance(cell: tuple[str, int, int], usual: tuple[str, int, int]) -> int:
     return (cell[0] != usual[0]) + (cell[1] != usual[1]) + (cell[2] not in (0, usual[2]))
 
 
-def cells(options: argparse.Namespace) -> Iterator[tuple[Cell, float]]:
-    """Every cell, and the part of all the time that it may take; a model is built when its first cell is due."""
-    places = order(options.models, options.batches, options.contexts)
+def cells(options: argparse.Namespace, journal: Journal) -> Iterator[tuple[Cell, float]]:
+    """Every cell with an arm that is due, and the part of all the time that it may take.
+
+    A model is built when its first cell is due.
+    """
+    places = []
+    for index, (model, batch, context) in enumerate(order(options.models, options.batches, options.contexts)):
+        name = f"{model}-b{batch}-ctx{context or 'own'}"
+        drafters = [name for name in _drafter_names(model) if name in (options.drafters or [name])]
+        compiled = index == 0 or options.compile_everywhere
+        if journal.due(arm_names(name, drafters, compiled=compiled)):
+            places.append((name, model, batch, context, drafters, compiled))
     built: dict[str, Model] = {}
-    for index, (model, batch, context) in enumerate(places):
+    for index, (name, model, batch, context, drafters, compiled) in enumerate(places):
         if model not in built:
             built.clear()  # one large model at a time
             gc.collect()
             built[model] = _bundled(options) if model == BUNDLED else _random(model, options)
         found = built[model]
         cell = Cell(
+            name=name,
             model=model,
             context=str(context) if context else "of the bundled prompts",
             target=found.target,
             batches=found.prompts(batch, context),
-            drafters={name: make for name, make in found.drafters.items() if name in (options.drafters or [name])},
+            drafters={drafter: found.drafters[drafter] for drafter in drafters},
             reads=found.reads,
             profile=None if model == BUNDLED else PROFILES[options.profile],
             stop_tokens=found.stop_tokens,
             max_new_tokens=options.max_new_tokens,
             repeats=options.repeats,
             machine=measure_machine() if options.device == "cuda" else None,
-            compiled=index == 0 or options.compile_everywhere,
+            compiled=compiled,
         )
         yield cell, 1 / (len(places) - index)
         del cell, found  # or the model would stay while the next one is built
+
+
+def _drafter_names(model: str) -> list[str]:
+    """The drafters that a model is measured with, the most telling first."""
+    return ["prompt_lookup", "lookahead", *bundled_drafters()] if model == BUNDLED else [*DRAFTERS]
 
 
 def _bundled(options: argparse.Namespace) -> Model:
@@ -127,8 +142,8 @@ def _bundled(options: argparse.Namespace) -> Model:
     loaded, tokenizer = load_tiny(device=options.device, dtype=dtype)
     target = Target(loaded)
     here = Target(load_tiny()[0])
-    sources = {"prompt_lookup": "prompt_lookup", "lookahead": "lookahead"}
-    sources |= {name: str(tiny_drafter(name)) for name in bundled_drafters()}
+    trained = bundled_drafters()
+    sources = {name: str(tiny_drafter(name)) if name in trained else name for name in _drafter_names(BUNDLED)}
     texts = json.loads((TINY_FOLDER / "prompts.json").read_text())[: 2 if options.dry else None]
     encoded = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
     makers = {name: functools.partial(load_drafter, source, target) for name, source in sources.items()}
@@ -165,32 +180,42 @@ def _twin_reads() -> Mapping[str, Mapping[str, float]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status, 1 if any text was wrong."""
+    """Run the benchmark; returns the exit status: 1 if any text was wrong, else LEFT if there was no time for all."""
     options = _options(arguments)
     deadline = time.monotonic() + 60 * options.minutes
-    num_red = 0
-    for cell, share in cells(options):
+    always = {"dry": "dry run on a CPU: nothing was timed on a GPU"} if options.dry else {}
+    journal = Journal(options.output, resume=options.resume, always=always)
+    num_red = num_left = 0
+    for cell, share in cells(options, journal):
         left = deadline - time.monotonic()
         if left <= 0 and share < 1:
             print(f"no time: {cell}", flush=True)
+            num_left += 1
             continue
         records, lanes = [], {}
-        for record, spans in run_cell(cell, deadline=time.monotonic() + share * left):
-            if options.dry:
-                record["dry"] = "dry run on a CPU: nothing was timed on a GPU"
-            if options.output is not None:
-                append_record(options.output, record)
+        for record, spans in run_cell(cell, deadline=time.monotonic() + share * left, journal=journal):
             records.append(record)
             if spans:
                 lanes[record["arm"]] = middle_steps(spans)
             num_red += record.get("gate") == "red"
+            num_left += record.get("missing") == OUT_OF_TIME
+            if "failure" in record and device_is_lost():
+                print(decode_tables(records), flush=True)
+                return AGAIN
         print(decode_tables(records), flush=True)
         if options.pictures is not None:
-            file = options.pictures / f"{cell.model}-b{cell.batch_size}-ctx{cell.context.split()[0]}.svg"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(lanes_svg(lanes, str(cell)), encoding="utf-8")
+            _draw(options.pictures / f"{cell.name}.svg", lanes, str(cell))
         del cell  # with its model, before the next one is built
-    return int(num_red > 0)
+    return 1 if num_red else LEFT if num_left else 0
+
+
+def _draw(file: Path, lanes: Mapping[str, Sequence[tuple[str, float, float]]], title: str) -> None:
+    """Draw a timeline; one that shows other arms, of a run before this one, stays beside it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    earlier = len([*file.parent.glob(f"{file.stem}*{file.suffix}")])
+    if earlier:
+        file = file.with_name(f"{file.stem}-{earlier + 1}{file.suffix}")
+    file.write_text(lanes_svg(lanes, title), encoding="utf-8")
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -210,6 +235,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--compile-everywhere", action="store_true", help="compiled generate in all cells, not in the first alone"
     )
     parser.add_argument("--output", type=Path, help="JSON-lines file that records are appended to")
+    parser.add_argument("--resume", action="store_true", help="only what the file of --output does not have yet")
     parser.add_argument("--pictures", type=Path, help="folder that receives a timeline (SVG) of every cell")
     parser.add_argument("--dry", action="store_true", help="everything once, tiny, on the CPU")
     options = parser.parse_args(arguments)

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec.bench.common.cost import Machine, skinny_linear
+from specdec.bench.common.journal import Journal
 from specdec.bench.common.machine import limits, measure_machine, parse_options
-from specdec.bench.common.provenance import append_record
 from specdec.bench.common.shapes import MODELS, TINY, ModelShape, matrices
 from specdec.bench.common.timing import Call, quantiles, time_calls
 
@@ -65,13 +65,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure all matrices at all M; returns the exit status."""
     options = parse_options("specdec.bench.small_m", __doc__, arguments)
     models, dtype = ((TINY,), torch.float32) if options.dry else (MODELS, torch.bfloat16)
+    counts = NUM_ROWS[:2] if options.dry else NUM_ROWS
+    cells = {
+        f"{model.name} {matrix} M={num_rows}": (model, matrix, num_rows)
+        for num_rows in counts
+        for model in models
+        for matrix in matrices(model)
+    }
     machine = limits(copy_bytes=2**20, matrix_size=128) if options.dry else measure_machine()
-    for num_rows in NUM_ROWS[:2] if options.dry else NUM_ROWS:
-        for model in models:
-            for matrix in matrices(model):
-                record = measure(model, matrix, num_rows, dtype, machine)
-                append_record(options.output, record)
-                print(f"{model.name} {matrix} M={num_rows}: {record['p50_us']:.4g} us", flush=True)
+    journal = Journal(options.output, resume=options.resume)
+    for cell in journal.due(cells):
+        journal.begin(cell)
+        record = measure(*cells[cell], dtype, machine)
+        journal.end(cell, record)
+        print(f"{cell}: {record['p50_us']:.4g} us", flush=True)
     return 0
 
 

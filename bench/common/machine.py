@@ -23,8 +23,8 @@ from specdec.bench.common.cost import Machine
 from specdec.bench.common.provenance import append_record
 from specdec.bench.common.timing import WARMUP_ROUNDS, Call, elapsed_us, time_calls
 
-__all__ = ["describe_machine", "graph_gap_us", "limits", "main", "measure_machine", "parse_options"]
-__all__ += ["require_gpu"]
+__all__ = ["describe_machine", "device_is_lost", "graph_gap_us", "limits", "main", "measure_machine"]
+__all__ += ["parse_options", "require_gpu"]
 
 _REPETITIONS = 20
 _CHAIN = 25  # times the calls of a round: a graph of 1000 kernels
@@ -35,6 +35,17 @@ def require_gpu(command: str) -> None:
     """Raise RuntimeError, in the name of `command`, if there is no GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError(f"{command}: expected an NVIDIA GPU, found none")
+
+
+def device_is_lost() -> bool:
+    """Whether an error took the GPU's context with it: nothing runs on it in this process any more."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # of which every error of an accelerator is one
+        return True
+    return False
 
 
 @functools.cache
@@ -126,7 +137,7 @@ def _nvidia_smi() -> str | None:
 
 
 def parse_options(command: str, doc: str, arguments: list[str] | None) -> argparse.Namespace:
-    """`--dry` and `--output` of a command that needs a GPU, and its description from the docstring of its module.
+    """`--dry`, `--output` and `--resume` of a command that needs a GPU, described by the docstring of its module.
 
     Raises:
         RuntimeError: there is no GPU, and the run is not dry.
@@ -134,6 +145,7 @@ def parse_options(command: str, doc: str, arguments: list[str] | None) -> argpar
     parser = argparse.ArgumentParser(prog=command, description=doc.splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="small sizes, on the CPU if there is no GPU")
     parser.add_argument("--output", type=Path, required=True, help="JSON-lines file that the records are appended to")
+    parser.add_argument("--resume", action="store_true", help="only what the file does not have yet")
     options = parser.parse_args(arguments)
     if not options.dry:
         require_gpu(command)

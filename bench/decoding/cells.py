@@ -7,13 +7,15 @@ allowed where the two tokens' logits are within four roundings of each other; it
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from specdec.bench.common.cost import Machine
+from specdec.bench.common.journal import Journal, last_lines
+from specdec.bench.common.machine import device_is_lost
 from specdec.bench.decoding.arms import Arm, ArmTimes, UnavailableError, our_arm, time_arm, transformers_arm
 from specdec.bench.decoding.synthetic import AcceptanceProfile, SyntheticAcceptance
 from specdec.bench.decoding.traffic import StepBytes, step_bytes
@@ -22,11 +24,13 @@ from specdec.evaluation.checking import Divergence, first_divergence
 from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 
-__all__ = ["BASELINE", "Cell", "run_cell"]
+__all__ = ["BASELINE", "OUT_OF_TIME", "Cell", "arm_names", "run_cell"]
 
 BASELINE = "none"
+OUT_OF_TIME = "out of time"
+_TRANSFORMERS, _COMPILED = "transformers", "transformers_static"
 _ROUNDINGS = 4
-_OUT_OF_TIME = "out of time"
+_WRONG = "its text is not that of plain decoding"
 _SPLIT_TOKENS = 32  # of the eager generation that is split into phases
 
 
@@ -35,6 +39,7 @@ class Cell:
     """What to measure.
 
     Attributes:
+        name: of the cell, part of the names of its files.
         model: name of the model.
         context: name of the context: tokens of the prompts, or where they come from.
         target: the model.
@@ -49,6 +54,7 @@ class Cell:
         compiled: run transformers' compiled generate too, which takes a minute to compile.
     """
 
+    name: str
     model: str
     context: str
     target: Target
@@ -89,12 +95,22 @@ class _Reference:
     tokens_per_second: float | None = None
 
 
-def run_cell(cell: Cell, *, deadline: float) -> Iterator[tuple[dict[str, Any], list[tuple[str, float, float]]]]:
-    """Measure every arm.
+def arm_names(name: str, drafters: Iterable[str], *, compiled: bool) -> list[str]:
+    """What a journal calls the arms of the cell of a name, with these drafters."""
+    arms = [BASELINE, *drafters, _TRANSFORMERS, *([_COMPILED] if compiled else [])]
+    return [f"{name} {arm}" for arm in arms]
+
+
+def run_cell(
+    cell: Cell, *, deadline: float, journal: Journal
+) -> Iterator[tuple[dict[str, Any], list[tuple[str, float, float]]]]:
+    """Measure every arm that is due.
 
     Args:
         cell: what to measure.
-        deadline: `time.monotonic()` after which no further arm begins; the baseline always runs.
+        deadline: `time.monotonic()` after which no further arm begins; the baseline always runs, since a speedup is a
+            ratio of two times of one run.
+        journal: what was measured before; the records are written to it, except of arms that there was no time for.
 
     Yields:
         A record per arm as soon as it is measured, and the spans of its last generation. A record has either figures,
@@ -102,23 +118,29 @@ def run_cell(cell: Cell, *, deadline: float) -> Iterator[tuple[dict[str, Any], l
     """
     reference = _Reference()
     target, stops = cell.target, cell.stop_tokens
-    baseline, spans = _measure(cell, BASELINE, lambda: our_arm(BASELINE, target, None, stops), reference)
-    yield baseline, spans
-    makers: dict[str, Callable[[], Arm]] = {
-        name: lambda make=make, name=name: _drafter_arm(cell, name, make, reference)  # type: ignore[misc]
-        for name, make in cell.drafters.items()
-    }
-    makers["transformers"] = lambda: transformers_arm(target, stops)
-    makers["transformers_static"] = lambda: transformers_arm(target, stops, compiled=True)
-    if not cell.compiled:
-        del makers["transformers_static"]
-    for name, make in makers.items():
-        if not reference.tokens:  # nothing to compare with
-            yield {**_head(cell, name), "missing": f"no plain decoding: {baseline['missing']}"}, []
-        elif time.monotonic() > deadline:
-            yield {**_head(cell, name), "missing": _OUT_OF_TIME}, []
+    makers: dict[str, Callable[[], Arm]] = {BASELINE: lambda: our_arm(BASELINE, target, None, stops)}
+    for name, make in cell.drafters.items():
+        makers[name] = lambda make=make, name=name: _drafter_arm(cell, name, make, reference)  # type: ignore[misc]
+    makers[_TRANSFORMERS] = lambda: transformers_arm(target, stops)
+    makers[_COMPILED] = lambda: transformers_arm(target, stops, compiled=True)
+    due = [
+        key.removeprefix(f"{cell.name} ")
+        for key in journal.due(arm_names(cell.name, cell.drafters, compiled=cell.compiled))
+    ]
+    missing = ""
+    for name in [BASELINE, *(name for name in due if name != BASELINE)]:
+        key, spans = f"{cell.name} {name}", []
+        if missing:  # nothing to compare with
+            record = {**_head(cell, name), "missing": f"no plain decoding: {missing}"}
+        elif time.monotonic() > deadline and name != BASELINE:
+            record = {**_head(cell, name), "missing": OUT_OF_TIME}
         else:
-            yield _measure(cell, name, make, reference)
+            journal.begin(key)
+            record, spans = _measure(cell, name, makers[name], reference)
+            journal.end(key, record, failed="failure" in record)
+        if name == BASELINE and not reference.tokens:
+            missing = record["missing"]
+        yield record, spans
 
 
 def _drafter_arm(cell: Cell, name: str, make: Callable[[], Drafter], reference: _Reference) -> Arm:
@@ -144,22 +166,21 @@ def _measure(
             reference.tokens = tokens
         head |= _gate(cell, tokens, reference)
         if head["gate"] == "red":
-            return {**head, "missing": "its text is not that of plain decoding"}, []
+            return {**head, "missing": _WRONG, "failure": f"{_WRONG}: {head['divergences'][:3]}"}, []
         times = time_arm(
             arm, cell.batches, cell.max_new_tokens, repeats=cell.repeats, device=cell.target.device, tokens=tokens
         )
         phases, spans = _phases(cell, arm, times)
     except (UnavailableError, torch.OutOfMemoryError) as error:
         return {**head, "missing": str(error).splitlines()[0]}, []
-    except torch.AcceleratorError:  # the device is lost, and every arm after this one with it
-        raise
     except Exception as error:  # the other arms are still worth measuring
-        # whatever transformers' compiler raises is no failure of ours
-        gate = {} if name == "transformers_static" else {"gate": "red"}
         traceback.print_exc()
-        return {**head, **gate, "missing": f"{type(error).__name__}: {error}".splitlines()[0]}, []
+        missing = f"{type(error).__name__}: {error}".splitlines()[0]
+        if name == _COMPILED and not device_is_lost():  # whatever transformers' compiler raises is no failure of ours
+            return {**head, "missing": missing}, []
+        return {**head, "gate": "red", "missing": missing, "failure": last_lines(traceback.format_exc())}, []
     finally:
-        if cell.target.device.type == "cuda":
+        if cell.target.device.type == "cuda" and not device_is_lost():
             torch.cuda.empty_cache()
     if name == BASELINE:
         reference.tokens_per_second = times.num_timed / times.decode_s

@@ -75,14 +75,14 @@ def replace_folder(destination: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def replace_file(destination: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `destination` in one step: readers see the old content or the new, never a part."""
+def replace_file(destination: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write `content` to `destination` in one step: readers see the old content or the new, never a part."""
     destination = Path(destination).absolute()
     destination.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{destination.name}-", dir=destination.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(name, 0o644)
         os.replace(name, destination)
     except BaseException:

@@ -316,35 +316,6 @@ def test_a_line_that_was_being_written_spoils_no_other(tmp_path):
     assert provenance.read_records(tmp_path / "none.jsonl") == []
 
 
-BENCHMARKS = """
-import os
-def bench_right(benchmark):
-    benchmark.extra_info["p50_us"] = 7.0
-    benchmark(lambda: None)
-def bench_wrong(benchmark): assert 1 == 2, "not the definition's result"
-def bench_lost(benchmark): os._exit(9)
-"""
-
-
-def test_a_benchmark_that_dies_keeps_what_was_measured(tmp_path):
-    (tmp_path / "bench_x.py").write_text(BENCHMARKS)
-    options = [
-        "-o",
-        "python_files=bench_*.py",
-        "-o",
-        "python_functions=bench_*",
-        "-p",
-        "specdec.bench.kernels.conftest",
-    ]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    subprocess.run([*command, "--records", tmp_path / "x.jsonl", tmp_path / "bench_x.py"], capture_output=True)
-    right, wrong = map(json.loads, (tmp_path / "x.jsonl").read_text().splitlines())
-    assert (right["name"], right["p50_us"]) == ("bench_right", 7.0)
-    assert wrong["name"] == "bench_wrong"
-    assert "not the definition's result" in wrong["failure"]
-    assert right["provenance"].keys() >= {"git_sha", "device", "torch", "triton", "argv", "utc"}
-
-
 def test_the_usual_step_is_measured_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     names = [str(shape) for shape in shapes.step_shapes()]

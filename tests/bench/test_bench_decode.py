@@ -12,12 +12,13 @@ from specdec.bench.common.cost import Machine
 from specdec.bench.common.shapes import ModelShape
 from specdec.bench.decoding import cells
 from specdec.bench.decoding.arms import Arm
+from specdec.bench.common.journal import Journal, ended
+from specdec.bench.common.provenance import read_records
 from specdec.bench.decoding.cells import Cell, run_cell
 from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
 from specdec.bench.decoding.synthetic import PROFILES, AcceptanceProfile, SyntheticAcceptance, leftmost_path
 from specdec.bench.decoding.timeline import lanes_svg, middle_steps
 from specdec.bench.decoding.traffic import count_reads, step_bytes
-from specdec.bench.on_gpu import summarize
 from specdec.loop.decoder import Decoder
 from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
@@ -155,6 +156,7 @@ def test_a_sequential_drafter_reads_its_layer_once_per_depth(target):
 def make_cell(target, prompts, machine=None, drafters=()):
     names = ("medusa", "prompt_lookup")
     return Cell(
+        name="twin-b2-ctx12",
         model="twin",
         context="12",
         target=target,
@@ -169,8 +171,9 @@ def make_cell(target, prompts, machine=None, drafters=()):
     )
 
 
-def records_of(cell, *, deadline=float("inf")):
-    return {record["arm"]: record for record, _ in run_cell(cell, deadline=deadline)}
+def records_of(cell, *, deadline=float("inf"), journal=None):
+    found = run_cell(cell, deadline=deadline, journal=journal or Journal(None))
+    return {record["arm"]: record for record, _ in found}
 
 
 def change_arms(monkeypatch, change, names=("none", "medusa", "prompt_lookup")):
@@ -220,6 +223,24 @@ def test_out_of_time_arms_are_named_and_the_baseline_is_not(target, prompts, mon
     records = records_of(make_cell(target, prompts), deadline=time.monotonic() - 1)
     assert "tokens_per_second" in records.pop("none")
     assert {record["missing"] for record in records.values()} == {"out of time"}
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_arms_that_are_left(target, prompts, monkeypatch, tmp_path):
+    """The baseline runs again, since a speedup is of one run; what failed comes last, and only once more."""
+    slow_clock(monkeypatch)
+    path = tmp_path / "x.jsonl"
+    broken = {"broken": lambda: 1 / 0}
+    cell = make_cell(target, prompts, drafters=broken)
+    first = run_cell(cell, deadline=float("inf"), journal=Journal(path))
+    assert [next(first)[0]["arm"] for _ in range(3)] == ["none", "broken", "medusa"]
+    first.close()  # killed
+    again = records_of(cell, journal=Journal(path, resume=True))
+    assert list(again) == ["none", "prompt_lookup", "transformers", "transformers_static", "broken"]
+    assert list(records_of(cell, journal=Journal(path, resume=True))) == ["none"]
+    results = ended(read_records(path))
+    assert len(results) == 6
+    assert {record["arm"] for record in results if "failure" in record} == {"broken"}
+    assert "ZeroDivisionError" in next(record["failure"] for record in results if "failure" in record)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -324,17 +345,15 @@ def test_the_command_measures_the_bundled_model(tmp_path, capsys):
         ("tiny", "synthetic acceptance (steady-75)"),
         ("bundled", "real acceptance"),
     }
+    records = ended(records)
     assert all(record["dry"] and record["provenance"]["torch"] for record in records)
     shown = capsys.readouterr().out
     assert "synthetic acceptance (steady-75)" in shown
     assert "real acceptance" in shown
-    for model, context in (("tiny", 24), ("bundled", "of")):
+    for model, context in (("tiny", 24), ("bundled", "own")):
         assert (tmp_path / f"{model}-b2-ctx{context}.svg").read_text().startswith("<svg")
-    stage = {"bench": "stage", "stage": "decode", "status": "done", "detail": "", "commands": {}, "run": "now"}
-    stage |= {"minutes": 1, "wall_s": 1, "limit_s": 2, "provenance": records[0]["provenance"]}
-    page = summarize([*records, stage])
-    assert "**synthetic acceptance (steady-75)**" in page
-    assert "transformers compiles generate on an accelerator only" in page
+    assert "**synthetic acceptance (steady-75)**" in shown
+    assert "transformers compiles generate on an accelerator only" in shown
 
 
 # Timelines
