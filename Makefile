@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 MUTANTS_ARGS ?=
 BENCH_ARGS ?=
-GPU_ARGS ?= --output build/gpu
+GPU_ARGS ?=
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -56,7 +56,7 @@ check: $(STAMP) ## Lint, format, types, spelling, architecture.
 bench: $(STAMP) ## Time every kernel; BENCH_ARGS goes to pytest-benchmark.
 	@$(VENV)/bin/pytest bench/kernels --benchmark-only $(BENCH_ARGS)
 
-gpu: $(STAMP) ## Take all measurements of a GPU machine; GPU_ARGS gives --minutes and --output.
+gpu: $(STAMP) ## Measure a GPU machine in calls of nine minutes that resume; GPU_ARGS="--dry" rehearses it on a CPU.
 	@$(VENV)/bin/python -m specdec.bench.on_gpu $(GPU_ARGS)
 
 clean: ## Remove .venv, build outputs and caches.

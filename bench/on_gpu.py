@@ -23,6 +23,7 @@ import torch
 
 from specdec.bench.campaign.call import Call
 from specdec.bench.campaign.rehearsal import rehearse
+from specdec.bench.launches import CONTEXT, read_table
 
 __all__ = ["main"]
 
@@ -40,7 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.pop("TRITON_INTERPRET", None)  # as everything that runs inherits it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # unwinds, which ends the stage that runs
     output = options.output.resolve()
-    call = Call(output, (options.archives or output).resolve(), on_cpu=options.cpu)
+    counts = {
+        (model.lower(), drafter, str(CONTEXT)): (row.num_launches, row.estimate_ms)
+        for model, rows in read_table().items()
+        for drafter, row in rows.items()
+    }
+    call = Call(output, (options.archives or output).resolve(), on_cpu=options.cpu, counts=counts)
     known = [stage.name for stage in call.stages]
     if unknown := {*options.only} - {*known}:
         parser.error(f"--only: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")

@@ -10,7 +10,7 @@ from specdec.bench.campaign.results import WORK, collect, newest, pack, unpack
 from specdec.bench.campaign.running import Outcome, end_leftovers, run_stage
 from specdec.bench.campaign.stages import Stage, stages
 from specdec.bench.campaign.state import RUNNING, State, next_stage
-from specdec.bench.campaign.summary import summarize
+from specdec.bench.campaign.summary import Counts, summarize
 from specdec.bench.common.provenance import provenance
 from specdec.common.files import replace_file
 
@@ -31,15 +31,16 @@ class Call:
         state: what was done so far.
     """
 
-    def __init__(self, output: Path, archives: Path, *, on_cpu: bool) -> None:
+    def __init__(self, output: Path, archives: Path, *, on_cpu: bool, counts: Counts) -> None:
         """Read what earlier calls left, and write the archive of one that was killed.
 
         Args:
             output: where they left it; if there is nothing, the newest archive is laid out there.
             archives: where their archives are.
             on_cpu: tiny sizes on the CPU.
+            counts: what was counted of a step, which the summary puts beside its time.
         """
-        self.output, self.archives = output, archives
+        self.output, self.archives, self._counts = output, archives, counts
         self._folder, self._state_file = output / WORK, output / "state.json"
         self._about = {**provenance(), **({"dry": DRY_NOTE} if on_cpu else {})}
         if not self._state_file.is_file() and (archive := newest(archives)) is not None:
@@ -121,7 +122,7 @@ class Call:
         self.state.write(self._state_file)
         dry = {key: self._about[key] for key in ("dry",) if key in self._about}
         records = [{**record, **dry} for record in collect(self.stages, self._folder)]
-        page = summarize(self.stages, self.state, records, self._about, self._folder)
+        page = summarize(self.stages, self.state, records, self._about, self._folder, self._counts)
         lines = "".join(f"{json.dumps(record)}\n" for record in records)
         replace_file(self.output / "records.jsonl", lines)
         replace_file(self.output / "summary.md", page)

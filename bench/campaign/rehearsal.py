@@ -71,12 +71,16 @@ def inspect(output: Path, num_calls: int) -> list[str]:
             names = file.getnames()
             lacks = [name for name in ("records.jsonl", "summary.md", "state.json") if name not in names]
             problems += [f"{archive.name}: no {name}" for name in lacks]
-            text = {name: file.extractfile(name) for name in ("records.jsonl", "state.json") if name in names}
-            content = {name: found.read().decode() for name, found in text.items() if found is not None}
+            content = {name: _text(file, name) for name in ("records.jsonl", "state.json")}
         if not lacks:
             is_last = number == num_calls
             problems += [f"{archive.name}: {problem}" for problem in _inspect_call(content, names, is_last=is_last)]
     return problems
+
+
+def _text(archive: tarfile.TarFile, name: str) -> str:
+    found = archive.extractfile(name) if name in archive.getnames() else None
+    return "" if found is None else found.read().decode()
 
 
 def _inspect_call(content: dict[str, str], names: list[str], *, is_last: bool) -> list[str]:

@@ -10,13 +10,18 @@ from specdec.bench.campaign.stages import Stage
 from specdec.bench.campaign.state import State, open_commands
 from specdec.bench.common.tables import Record, decode_tables, groups, number, table
 
-__all__ = ["summarize"]
+__all__ = ["Counts", "summarize"]
+
+Counts = Mapping[tuple[str, str, str], tuple[int, float]]
+"""By model, drafter and context (of one row): launches of a step, and an estimate of its time in ms (`launches.py`)."""
 
 _MAX_ROWS = 12  # per op; records.jsonl has all
 _MAX_TRACEBACKS = 12  # in full; the rest by name
 
 
-def summarize(stages: Sequence[Stage], state: State, records: Sequence[Record], about: Record, folder: Path) -> str:
+def summarize(
+    stages: Sequence[Stage], state: State, records: Sequence[Record], about: Record, folder: Path, counts: Counts
+) -> str:
     """A page in Markdown.
 
     Args:
@@ -25,6 +30,7 @@ def summarize(stages: Sequence[Stage], state: State, records: Sequence[Record], 
         records: of all commands, as `collect` gives them.
         about: provenance of this call; with "dry" if nothing is timed.
         folder: of the logs.
+        counts: what was counted of a step.
     """
     source = [about["device"], about["driver"] and f"driver {about['driver']}", f"torch {about['torch']}"]
     source += [f"triton {about['triton']}", about["git_sha"] and f"commit {about['git_sha']}"]
@@ -41,6 +47,8 @@ def summarize(stages: Sequence[Stage], state: State, records: Sequence[Record], 
             found = [record for record in of_device if record["bench"] == kind]
             if text := found and section(found):
                 page += f"\n## {title}{f', {device}' if len(devices) > 1 else ''}\n\n{text}"
+    if steps := _show_counts(records, counts):
+        page += f"\n## Steps and what was counted of them\n\n{steps}"
     return page + f"\n## Stages\n\n{_stages(stages, state)}\n## Calls\n\n{table(_calls(state))}"
 
 
@@ -145,6 +153,27 @@ def _comparison(found: Sequence[Record]) -> dict[str, str]:
         "roofline, us": number(found[0]["roofline_us"]),
         "ours, % of roofline": number(ours.get("percent_of_roofline")),
     }
+
+
+def _show_counts(records: Sequence[Record], counts: Counts) -> str:
+    """Measured steps beside their estimates, and what a launch takes if the rest of the step runs at its floor."""
+    rows = []
+    for record in records:
+        key = (record.get("model", ""), record.get("arm", ""), record.get("context", ""))
+        if key not in counts or record.get("batch") != 1 or record.get("step_ms") is None:
+            continue
+        (launches, estimate_ms), step_ms, floor_ms = counts[key], record["step_ms"], record["floor_ms"]
+        over_us = 1e3 * (step_ms - floor_ms) / launches if floor_ms else None
+        figures = {
+            "step, ms": step_ms,
+            "estimate, ms": estimate_ms,
+            "floor, ms": floor_ms,
+            "us over it a launch": over_us,
+        }
+        rows.append(
+            {"model": key[0], "arm": key[1], "launches": str(launches), **{k: number(v) for k, v in figures.items()}}
+        )
+    return table(rows)
 
 
 def _show_hand_over(records: Sequence[Record]) -> str:

@@ -81,7 +81,8 @@ class Journal:
 def ended(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The records of results: the last of every cell, and a note for each that began and never ended."""
     cells: dict[str, Mapping[str, Any]] = {}
-    others, begun = [], {}
+    others: list[Mapping[str, Any]] = []
+    begun: dict[str, Mapping[str, Any]] = {}
     for record in records:
         if "begun" in record:
             begun.setdefault(record["begun"], record)

@@ -129,7 +129,8 @@ def run_cell(
     ]
     missing = ""
     for name in [BASELINE, *(name for name in due if name != BASELINE)]:
-        key, spans = f"{cell.name} {name}", []
+        key = f"{cell.name} {name}"
+        spans: list[tuple[str, float, float]] = []
         if missing:  # nothing to compare with
             record = {**_head(cell, name), "missing": f"no plain decoding: {missing}"}
         elif time.monotonic() > deadline and name != BASELINE:

@@ -1,6 +1,5 @@
 """The decoding benchmark: synthetic acceptance is what its profile says, floors are as by hand, a red gate stops it."""
 
-import json
 import time
 from dataclasses import replace
 
@@ -9,11 +8,11 @@ import torch
 
 from specdec.bench import decode
 from specdec.bench.common.cost import Machine
+from specdec.bench.common.journal import Journal, ended
+from specdec.bench.common.provenance import read_records
 from specdec.bench.common.shapes import ModelShape
 from specdec.bench.decoding import cells
 from specdec.bench.decoding.arms import Arm
-from specdec.bench.common.journal import Journal, ended
-from specdec.bench.common.provenance import read_records
 from specdec.bench.decoding.cells import Cell, run_cell
 from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
 from specdec.bench.decoding.synthetic import PROFILES, AcceptanceProfile, SyntheticAcceptance, leftmost_path
@@ -340,12 +339,11 @@ def test_bad_options_are_refused(capsys):
 def test_the_command_measures_the_bundled_model(tmp_path, capsys):
     arguments = ["--dry", "--drafters", "medusa", "--output", str(tmp_path / "r.jsonl"), "--pictures", str(tmp_path)]
     assert decode.main(arguments) == 0
-    records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    records = ended(read_records(tmp_path / "r.jsonl"))
     assert {(record["model"], record["acceptance"]) for record in records} == {
         ("tiny", "synthetic acceptance (steady-75)"),
         ("bundled", "real acceptance"),
     }
-    records = ended(records)
     assert all(record["dry"] and record["provenance"]["torch"] for record in records)
     shown = capsys.readouterr().out
     assert "synthetic acceptance (steady-75)" in shown

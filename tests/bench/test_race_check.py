@@ -4,10 +4,10 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-import pytest
-
 from lib.op_calls import LAUNCHERS
-from specdec.bench.common.harness import Provider, WrongResultError
+from specdec.bench.common.harness import Provider
+from specdec.bench.common.journal import ended
+from specdec.bench.common.provenance import read_records
 from specdec.bench.compiled import race_check
 from specdec.bench.kernels import bench_accept_rejection
 from specdec.kernels import accept_rejection, tree_attention

@@ -26,9 +26,9 @@ def poison_uninitialized_memory():
     """None here: deterministic algorithms are other kernels than those that users capture."""
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    model, tokenizer = load_tiny(device="cuda")
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def tiny(request):
+    model, tokenizer = load_tiny(device="cuda", dtype=request.param)
     return model, [tokenizer(text, return_tensors="pt").input_ids[0] for text in TEXTS]
 
 
@@ -82,6 +82,8 @@ def test_the_captured_loop_gives_the_text_of_the_eager_loop(tiny, kind, do_sampl
 
 def test_the_captured_loop_gives_the_text_of_transformers(tiny):
     model, prompts = tiny
+    if model.dtype != torch.float32:
+        pytest.skip("transformers rounds passes of one token in another way than ours of a tree")
     ids = prompts[0][None].cuda()
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
     drafter = load_drafter(tiny_drafter("hydra++"), Target(model))
