@@ -30,6 +30,7 @@ from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.common.warp_settings import NUM_WARP_SETTINGS
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.lm_head_topk import lm_head_topk
+from specdec.kernels.lstm_recurrence import lstm_recurrence
 from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
 from specdec.kernels.rope_kv_write import rope_kv_write
 from specdec.kernels.sample_probs import sample_probs
@@ -150,6 +151,8 @@ def _weight_cases() -> dict[str, Launch]:
             found[_name("skinny_linear", model, tree, dtype)] = _skinny_linear(model, tree.num_nodes, dtype)
             found[_name("draft_heads", model, tree, dtype)] = _draft_heads(model, 4, tree.num_nodes, dtype)
             found[_name("draft_heads_concat", model, tree, dtype)] = _draft_heads_concat(model, tree.num_nodes, dtype)
+            found[_name("lstm_recurrence", model, tree, dtype)] = _lstm_recurrence(model, tree.num_nodes, dtype)
+        found[_name("lstm_recurrence_first", model, _WIDE, dtype)] = _lstm_recurrence(model, 64, dtype, num_steps=1)
         found[_name("draft_heads_single", model, _WIDE, dtype)] = _draft_heads(model, 1, _WIDE.num_nodes, dtype)
         found[_name("lm_head_topk", model, None, dtype)] = _lm_head_topk(model, 1, dtype, num_heads=4, k=10)
         found[_name("lm_head_topk_rank128", model, None, dtype)] = _lm_head_topk(
@@ -169,6 +172,7 @@ def _weight_cases() -> dict[str, Launch]:
     )
     # 128 rows, the most that a tile holds
     found["skinny_linear/Llama-2-7B/n128/bfloat16"] = _skinny_linear(LLAMA_2_7B, 128, bf16)
+    found["lstm_recurrence/Llama-2-7B/n128/bfloat16"] = _lstm_recurrence(LLAMA_2_7B, 128, bf16)
     found["draft_heads_concat/Llama-2-7B/n128/bfloat16"] = _draft_heads_concat(LLAMA_2_7B, 128, bf16)
     return found
 
@@ -309,6 +313,19 @@ def _draft_heads_concat(model: ModelShape, num_rows: int, dtype: torch.dtype, nu
     bias = weight.new_empty(model.hidden_size)
     parts = [weight.new_empty(num_rows, model.hidden_size) for _ in range(num_parts)]
     return _launch(draft_heads_concat, parts, weight, bias, weight, bias)
+
+
+def _lstm_recurrence(model: ModelShape, num_rows: int, dtype: torch.dtype, num_steps: int = 2) -> Launch:
+    """One sequence whose steps may be there or not, or branches that begin with the states of others.
+
+    The first step is a kernel of its own; of more than one, the table has what the others are.
+    """
+    weight = torch.empty(4 * model.hidden_size, model.hidden_size, dtype=dtype, device="meta")
+    given, state = weight.new_empty(1, num_rows, num_steps, weight.shape[0]), weight.new_empty(1, 1, 2, weight.shape[1])
+    tensors = given, weight, weight.new_empty(weight.shape[0]), state
+    if num_rows == 1:
+        return _launch(lstm_recurrence, *tensors, first=_int32(1), counts=_int32(1))
+    return _launch(lstm_recurrence, *tensors, torch.empty(num_rows, dtype=torch.int64, device="meta"))
 
 
 def _lm_head_topk(

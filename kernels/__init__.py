@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
     from specdec.kernels.kv_compact import kv_compact
     from specdec.kernels.lm_head_topk import lm_head_topk
+    from specdec.kernels.lstm_recurrence import lstm_recurrence
     from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
     from specdec.kernels.rms_norm import add_rms_norm, rms_norm
     from specdec.kernels.rope_kv_write import rope_kv_write
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "Beam", "LaunchConfig", "RerankedTree", "TopK", "Verdict", "accept_greedy", "accept_naive"]
 __all__ += ["accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "beam_step", "draft_heads"]
-__all__ += ["draft_heads_concat", "kv_compact", "lm_head_topk", "philox_exponential", "philox_uniform", "rms_norm"]
-__all__ += ["rope_kv_write", "sample_probs", "sample_race", "skinny_linear", "swiglu", "tree_attention", "tree_expand"]
-__all__ += ["tree_rerank", "warp_logits"]
+__all__ += ["draft_heads_concat", "kv_compact", "lm_head_topk", "lstm_recurrence", "philox_exponential"]
+__all__ += ["philox_uniform", "rms_norm", "rope_kv_write", "sample_probs", "sample_race", "skinny_linear", "swiglu"]
+__all__ += ["tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
 
 # Every other name lives in a module of its own name.
 _MODULES = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 __all__ = ["H200", "Cost", "Machine", "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal"]
 __all__ += ["accept_typical", "beam_step", "draft_heads", "draft_heads_concat", "kv_compact", "lm_head_topk"]
-__all__ += ["philox_uniform", "rms_norm", "rope_kv_write", "sample_race", "skinny_linear", "swiglu"]
+__all__ += ["lstm_recurrence", "philox_uniform", "rms_norm", "rope_kv_write", "sample_race", "skinny_linear", "swiglu"]
 __all__ += ["tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
 
 _INT32_BYTES = 4
@@ -227,6 +227,16 @@ def lm_head_topk(
         num_bytes=(weights + rows * width) * element_bytes + outputs,
         num_flops=2 * rows * vocab_size * inner + 2 * batch * down,
     )
+
+
+def lstm_recurrence(*, num_rows: int, num_steps: int, width: int, element_bytes: int) -> Cost:
+    """Cost of lstm_recurrence from given states: the weights once a step, inputs, states and outputs.
+
+    `num_rows` are the sequences of all rows. The nonlinearities are not counted as flops.
+    """
+    weights = num_steps * 4 * width * width + 4 * width
+    moved = num_rows * width * (5 * num_steps + 4)
+    return Cost(num_bytes=(weights + moved) * element_bytes, num_flops=8 * num_steps * num_rows * width * width)
 
 
 def accept_naive(*, batch: int, num_nodes: int, max_depth: int, vocab_size: int, element_bytes: int) -> Cost:

@@ -5,19 +5,21 @@ Equation:   u_t = [e(x_{t+1}); h_t];  z = LSTM(u), two layers, 2C -> C -> C
             LSTM cell: (i, f, o, c~) = W [u_t; y_{t-1}] + b;  c_t = s(f) c_{t-1} + s(i) tanh(c~);  y_t = s(o) tanh(c_t)
 Mask:       relaxed causal: a pair sees all k pairs of its own block, those after it too, and everything before it
 Source:     Falcon (arXiv:2412.12639) sections 3.1 and 3.2; the layer is EAGLE-1's, without input norm and final norm
-Shapes:     e, h, z, g [B, T, C]; states of the LSTM [B, S], S = 4C (hidden and cell state of two layers), or 0
+Shapes:     e, h, z, g [B, T, C]; state of a layer of the LSTM [B, P, 2, C], hidden and cell, for each of P branches
 
 The keys and values of a pair depend on the pairs up to it through the LSTM alone, and not on who sees whom: what is in
 the cache holds for any division of the text into blocks. The target's embedding and LM head are shared and not in here.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from specdec.kernels.lstm_recurrence import lstm_recurrence
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import Attend, DraftLayer, LayerNetworkConfig, Rotary
 
@@ -94,7 +96,10 @@ class FalconNetwork(DraftNetwork):
             [B, T, C] guesses of h_{t+k}, which the target's LM head turns into logits of token t + k + 1.
         """
         joined = torch.cat((embedded, features), -1)
-        fused = self.lstm(joined)[0] if self.config.recurrent else self._fuse_each(joined)
+        if self.config.recurrent:
+            fused = self.lstm(joined)[0]
+        else:  # every pair is a text of its own
+            fused = self.lstm(joined.flatten(0, 1)[:, None])[0].view(*joined.shape[:2], -1)
         return self.decode(fused, positions, attend)
 
     def decode(self, fused: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -119,80 +124,51 @@ class FalconNetwork(DraftNetwork):
             for layer in range(_LSTM_LAYERS):
                 values[f"bias_ih_l{layer}"][3 * width :].add_(_OPEN_GATE)
 
-    @property
-    def state_size(self) -> int:
-        """S, width of what the LSTM remembers of a text."""
-        return 2 * _LSTM_LAYERS * self.config.hidden_size if self.config.recurrent else 0
-
-    def fuse_prompt(
-        self, features: torch.Tensor, embedded: torch.Tensor, counts: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the LSTM over a chunk of prompts; copies the counts to the host.
-
-        Args:
-            features: [B, T, C] states, at least one pair wide.
-            embedded: [B, T, C] embedding of the token after each.
-            counts: [B] int, pairs of each row that count, 0 to T.
-            state: [B, S] state before the first pair; zeros where a text begins.
-
-        Returns:
-            [B, T, C] outputs, valid up to the count, and [B, S] the state there.
-        """
-        joined = torch.cat((embedded, features), -1)
-        if not self.config.recurrent:
-            return self._fuse_each(joined), state
-        # a packed sequence needs one pair at least; what the others of these rows leave behind is taken out below
-        packed = pack_padded_sequence(joined, counts.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False)
-        start = state.view(joined.shape[0], _LSTM_LAYERS, 2, -1).transpose(0, 1)  # [layer, B, hidden or cell, C]
-        outputs, last = self.lstm(packed, (start[:, :, 0].contiguous(), start[:, :, 1].contiguous()))
-        fused = pad_packed_sequence(outputs, batch_first=True, total_length=joined.shape[1])[0]
-        after = torch.stack(last, 2).transpose(0, 1).flatten(1)
-        return fused, torch.where((counts == 0)[:, None], state, after)
+    def zero_state(self, batch_size: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the LSTM remembers of no text: [B, 1, 2, C] of each layer; nothing if it starts anew at every pair."""
+        shape = batch_size, 1, 2, self.config.hidden_size
+        return tuple(like.new_zeros(shape) for _ in range(_LSTM_LAYERS if self.config.recurrent else 0))
 
     def fuse(
-        self, features: torch.Tensor, embedded: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the LSTM a few pairs on.
+        self,
+        features: torch.Tensor,
+        embedded: torch.Tensor,
+        state: tuple[torch.Tensor, ...],
+        *,
+        source: torch.Tensor | None = None,
+        first: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run the LSTM a few pairs on, along P branches of every text; no gradients.
 
         Args:
-            features: [B, T, C] states.
-            embedded: [B, T, C] embedding of the token after each.
-            state: [B, S] state before the first pair.
+            features: [B, P, T, C] states.
+            embedded: [B, P, T, C] embedding of the token after each.
+            state: [B, P0, 2, C] of each layer, before the first pair that is read.
+            source: [P] integers, which of the P0 states each branch goes on from; None for its own.
+            first: [B] integers, the first pair that is read; None for 0.
+            counts: [B] integers, one past the last pair that is read; None for T.
 
         Returns:
-            [B, T, C] outputs, and [B, T, S] the state after each pair.
+            [B, P, T, C] outputs: before the first pair that of the pair before it, behind the last one 0. And the state
+            of each layer after the last pair, [B, P, 2, C].
         """
         outputs = torch.cat((embedded, features), -1)
-        batch_size, length = outputs.shape[:2]
-        if not self.config.recurrent:
-            return self._fuse_each(outputs), state.new_empty(batch_size, length, 0)
-        states = []
-        for layer, start in enumerate(state.view(batch_size, _LSTM_LAYERS, 2, -1).unbind(1)):
-            # nn.LSTM gives its cell state after the last pair only, and each row goes on from another one
-            input_weight, hidden_weight = (getattr(self.lstm, f"weight_{name}_l{layer}") for name in ("ih", "hh"))
-            input_bias, hidden_bias = (getattr(self.lstm, f"bias_{name}_l{layer}", None) for name in ("ih", "hh"))
-            given = F.linear(outputs, input_weight, input_bias)
-            hidden, cell = start.unbind(1)
-            after = []
-            for pair in range(length):
-                gates = given[:, pair] + F.linear(hidden, hidden_weight, hidden_bias)
-                entry, forget, update, exit_ = gates.chunk(4, -1)
-                cell = forget.sigmoid() * cell + entry.sigmoid() * update.tanh()
-                hidden = exit_.sigmoid() * cell.tanh()
-                after.append(torch.stack((hidden, cell), 1))
-            states.append(torch.stack(after, 1))  # [B, T, 2, C]
-            outputs = states[-1][:, :, 0]
-        return outputs, torch.stack(states, 2).flatten(2)
+        batch_size, num_branches, length = outputs.shape[:3]
+        after = []
+        for layer in range(_LSTM_LAYERS):
+            parameter = functools.partial(self._parameter, layer)
+            given = F.linear(outputs, cast(torch.Tensor, parameter("weight_ih")), parameter("bias_ih"))
+            recurrent = cast(torch.Tensor, parameter("weight_hh")), parameter("bias_hh")
+            if self.config.recurrent:
+                begin = state[layer], source, first, counts
+                outputs, last = lstm_recurrence(given, *recurrent, *begin, backend=self.backend)
+                after.append(last)
+            else:  # a branch of one step from zeros for every pair
+                each = given.reshape(batch_size, num_branches * length, 1, -1)
+                outputs = lstm_recurrence(each, *recurrent, backend=self.backend)[0].view(*given.shape[:3], -1)
+        return outputs, tuple(after)
 
-    def _fuse_each(self, joined: torch.Tensor) -> torch.Tensor:
-        """The LSTM at every pair by itself: one step from a state of zeros."""
-        if self.training:
-            return self.lstm(joined.flatten(0, 1)[:, None])[0].view(*joined.shape[:2], -1)
-        outputs, bias = joined, None
-        for layer in range(_LSTM_LAYERS):  # without the recurrent weights, which multiply zeros: 8 of 20 C^2
-            if self.config.lstm_bias:
-                bias = getattr(self.lstm, f"bias_ih_l{layer}") + getattr(self.lstm, f"bias_hh_l{layer}")
-            gates = F.linear(outputs, getattr(self.lstm, f"weight_ih_l{layer}"), bias)
-            entry, _, update, exit_ = gates.chunk(4, -1)
-            outputs = exit_.sigmoid() * (entry.sigmoid() * update.tanh()).tanh()
-        return outputs
+    def _parameter(self, layer: int, name: str) -> torch.Tensor | None:
+        """A layer's weight or bias of the LSTM; None of a bias that it has not."""
+        return getattr(self.lstm, f"{name}_l{layer}", None)

@@ -83,6 +83,11 @@ class FeaturePrefix:
         """[B] int64, real pairs that the next `read` gives; 0 for a finished row."""
         return self._counts
 
+    @property
+    def kept(self) -> torch.Tensor:
+        """[B] int64, how many of these were given by the last `read` too; 0 after a prompt."""
+        return self._kept
+
     def start(
         self, tokens: torch.Tensor, lengths: torch.Tensor, features: torch.Tensor, *, first: int = 0
     ) -> Pairs | None:
@@ -107,6 +112,7 @@ class FeaturePrefix:
         self._features.copy_(found if first == 0 else torch.where(place >= 0, found, self._features))
         self._tokens.copy_(tokens.gather(1, (pending + 1).clamp(max=tokens.shape[1] - 1)))
         self._counts.copy_(lengths - self.cache.lengths)
+        self._kept.zero_()
         if num_pairs <= 0:
             return None
         visible = PromptPass(start=first, num_tokens=num_pairs, batch_size=tokens.shape[0], device=tokens.device)

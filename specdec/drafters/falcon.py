@@ -7,12 +7,13 @@ Proposes: a static tree, filled k depths at a time. A block is k tokens that end
 Needs from the target: the state that enters the LM head at every token, its input embedding and its LM head.
 Cost of one draft: depth / k passes through an LSTM of 2 layers (20 C^2 weights) and a decoder layer, each with the LM
     head at the places that some node takes its token from. The LSTM is sequential: it reads its recurrent weights
-    (8 C^2) once for each of the depth + k pairs that are read first, and k times in every other pass.
+    (8 C^2) once for each of the pairs that came in with the last step, and k times in every other pass.
 Deviations: the paper's method; the authors' code differs in the LSTM (`recurrent=False`), in where blocks begin after
     an acceptance, and in the ranks of some nodes. See docs/drafters/falcon.md.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -73,102 +74,189 @@ class Falcon(NetworkDrafter):
     def bind(self, target: Target) -> None:
         """As `NetworkDrafter.bind`."""
         super().bind(target)
-        self._first_used = torch.tensor(self._blocks.used(level=0), device=target.device)
-        self._passes = self._blocks.passes(target.device)
         self._keep = self.network.config.block_size - 1
         width = self.shape.max_depth + 1 + self._keep
-        columns, counts = torch.arange(max(width, self._blocks.num_slots)), torch.arange(width + 1)
-        self._first_words = pack_words(columns < counts[:, None]).to(target.device)  # row c: the first c bits
+        self._first_used = _table(self._blocks.used(level=0), target.device)
+        self._passes = self._blocks.passes(target.device)
+        self._pending = _Pending.tables(width, self._keep, self._blocks).to(target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The LSTM's state; keys and values of the layer, for the text and the blocks of the tree."""
-        config, batch_size = self.network.config, room.batch_size
+        config = self.network.config
         self._prefix = self.new_prefix(room, device, config.layer, keep=self._keep, num_slots=self._blocks.num_slots)
-        self._rows = torch.arange(batch_size, device=device)
-        self._state = torch.zeros(batch_size, self.network.state_size, dtype=self._target.dtype, device=device)
+        self._rows = torch.arange(room.batch_size, device=device)[:, None]
+        like = torch.empty(0, dtype=self._target.dtype, device=device)
+        self._state = self.network.zero_state(room.batch_size, like)
+        # outputs of the LSTM at the kept pairs; the last of them is the hidden state
+        self._kept = like.new_zeros(room.batch_size, self._keep, config.hidden_size)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the LSTM over the prompt and keep the keys and values of its pairs."""
         if output.first == 0:
-            self._state.zero_()
+            for state in self._state:
+                state.zero_()
         pairs = self._prefix.start(prompt.tokens, prompt.lengths, output.hidden, first=output.first)
         if pairs is not None:
-            fused, state = self.network.fuse_prompt(pairs.features, self.embed(pairs.tokens), pairs.counts, self._state)
-            self._state.copy_(state)
-            self.network.decode(fused, pairs.positions, pairs.attend)
+            embedded = self.embed(pairs.tokens)[:, None]
+            fused, states = self.network.fuse(pairs.features[:, None], embedded, self._state, counts=pairs.counts)
+            self._remember(states)
+            self.network.decode(fused[:, 0], pairs.positions, pairs.attend)
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Run the newest k pairs as a block, then the blocks of the tree depth by depth."""
-        features, states, kept = self._read(root)
-        candidates = choose_from(choose, self.lm_heads, features[:, self._first_used], self._num_ranks)
-        for blocks in self._passes:
-            features, states = self._run_blocks(blocks, candidates, features, states, kept)
-            lists = choose_from(choose, self.lm_heads, features[:, blocks.used], self._num_ranks)
-            candidates = Candidates.cat((candidates, lists))
-        return self._template.expand(candidates, root)
+        pending = self._pending.of(self._prefix.counts)
+        features, states = self._read(root, pending)
+        lists = [choose_from(choose, self.lm_heads, _select(features, self._first_used), self._num_ranks)]
+        for blocks, seen in zip(self._passes, pending.seen, strict=True):
+            features, states = self._run_blocks(blocks, seen, lists[-1].tokens, features, states)
+            lists.append(choose_from(choose, self.lm_heads, _select(features, blocks.used), self._num_ranks))
+        return self._template.expand(Candidates.cat(lists), root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Take in the target's states at the accepted nodes."""
         self._prefix.commit(verdict, output.hidden)
 
-    def _read(self, root: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _read(self, root: torch.Tensor, pending: "_Pending") -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Read what was committed, the newest k pairs as one block.
 
         Returns:
-            [B, k, C] features of the block, [B, 1, S] the LSTM's state at its end, and [B] int32 pairs of the block
-            that lie behind the cache.
+            [B, k, C] features of the block, and the LSTM's state at its end.
         """
-        prefix, block_size = self._prefix, self._keep + 1
-        # pairs before the block lend their keys and values, which do not depend on what they see: all see the same
-        words = self._first_words[prefix.counts, : (prefix.width + 31) // 32]
-        pairs = prefix.read(root, words[:, None].expand(-1, prefix.width, -1).contiguous())
-        fused, states = self.network.fuse(pairs.features, self.embed(pairs.tokens), self._state)
+        prefix = self._prefix
+        pairs = prefix.read(root, pending.ancestors)
+        fused, states = self.network.fuse(
+            pairs.features[:, None],
+            self.embed(pairs.tokens)[:, None],
+            self._state,
+            first=prefix.kept,
+            counts=pairs.counts,
+        )
+        fused = fused[:, 0]
+        if self._keep > 1:  # one kept pair has the hidden state as its output
+            columns = torch.arange(self._keep, device=root.device)
+            is_kept = (columns < prefix.kept[:, None])[:, :, None]
+            fused[:, : self._keep].copy_(torch.where(is_kept, self._kept, fused[:, : self._keep]))
+            places = (pairs.counts - self._keep).clamp(min=0)[:, None] + columns
+            self._kept.copy_(fused[self._rows, places])
         features = self.network.decode(fused, pairs.positions, pairs.attend)
         prefix.advance()
-        states = torch.cat((self._state[:, None], states), 1)  # after 0, 1, ... pairs
-        kept = pairs.counts.clamp(max=self._keep)
-        self._state.copy_(states[self._rows, pairs.counts - kept])
-        # a text of fewer than k pairs has no guess for the first depths; its first pair's stands in
-        newest = pairs.counts[:, None] - block_size + torch.arange(block_size, device=root.device)
-        return features[self._rows[:, None], newest.clamp(min=0)], states[self._rows, pairs.counts][:, None], kept.int()
+        self._remember(states)
+        return features[self._rows, pending.newest], states
+
+    def _remember(self, states: tuple[torch.Tensor, ...]) -> None:
+        """Go on from these states of the LSTM next time."""
+        for state, new in zip(self._state, states, strict=True):
+            state.copy_(new)
 
     def _run_blocks(
         self,
         blocks: "_Pass",
-        candidates: Candidates,
+        seen: "_Seen",
+        candidates: torch.Tensor,
         features: torch.Tensor,
-        states: torch.Tensor,
-        kept: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run the blocks of one depth.
 
         Args:
             blocks: which they are.
-            candidates: the lists so far.
+            seen: what their tokens see.
+            candidates: [B, M, R] lists of the pass before.
             features: [B, P k, C] outputs of the P blocks of the pass before.
-            states: [B, P, S] the LSTM's state at the end of these.
-            kept: [B] int32 committed pairs behind the cache.
+            states: [B, P, 2, C] the state of each layer of the LSTM at the end of these.
 
         Returns:
             The same of these blocks.
         """
-        (batch_size, _, width), block_size, num_blocks = features.shape, self._keep + 1, blocks.parent.shape[0]
-        tokens = candidates.tokens[:, blocks.rows, blocks.ranks]
+        block_size = self._keep + 1
+        tokens = candidates[:, blocks.rows, blocks.ranks].unflatten(1, (-1, block_size))
         features = features.unflatten(1, (-1, block_size))[:, blocks.parent]
-        fused, after = self.network.fuse(
-            features.flatten(0, 1),
-            self.embed(tokens).reshape(-1, block_size, width),
-            states[:, blocks.parent].flatten(0, 1),
-        )
-        num_words = blocks.ancestors.shape[2]
-        visible = self._prefix.visible(
-            kept[:, None] + blocks.depth,
-            self._first_words[kept.long(), None, :num_words] | blocks.ancestors,
-            first_node=blocks.first_slot,
-        )
-        attend = self._prefix.attention(visible)
-        guesses = self.network.decode(fused.reshape(batch_size, -1, width), visible.positions, attend)
-        return guesses, after[:, -1].reshape(batch_size, num_blocks, self.network.state_size)
+        fused, after = self.network.fuse(features, self.embed(tokens), states, source=blocks.parent)
+        visible = self._prefix.visible(seen.depth, seen.ancestors, first_node=blocks.first_slot)
+        guesses = self.network.decode(fused.flatten(1, 2), visible.positions, self._prefix.attention(visible))
+        return guesses, after
+
+
+def _table(values: object, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values), dtype=torch.int64, device=device)
+
+
+def _select(features: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The places [m] of features [B, n, C], which are ascending: all of them, or some."""
+    return features if places.shape[0] == features.shape[1] else features[:, places]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the tokens of one pass over blocks see.
+
+    Attributes:
+        depth: [B, n k] int32, position of each token, counted from the first one behind the cache.
+        ancestors: [B, n k, W] int32 words over the places behind the cache.
+    """
+
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What follows from how many pairs are pending: B of it for as many rows of a batch, or of each number a row.
+
+    Attributes:
+        values: [B, ..] int32, all of the others in one piece, so that they are looked up at once.
+        sizes: shapes of the pieces, without B.
+    """
+
+    values: torch.Tensor
+    sizes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def tables(cls, width: int, keep: int, blocks: "_Blocks") -> "_Pending":
+        """Row c is what holds with c pending pairs, 0 to `width`, of which up to `keep` stay in front of the tree.
+
+        Pairs before the newest block lend keys and values, which do not depend on what they see: all see the same.
+        """
+        counts, columns = torch.arange(width + 1), torch.arange(max(width, blocks.num_slots))
+        first_bits = pack_words(columns < counts[:, None])  # row c: the first c bits
+        kept, block = counts.clamp(max=keep), torch.arange(keep + 1)
+        pieces = [
+            first_bits[:, None, : (width + 31) // 32].expand(-1, width, -1),
+            # a text of fewer than k pairs has no guess for the first depths; its first pair's stands in
+            (counts[:, None] - (keep + 1) + block).clamp(min=0),
+        ]
+        for depth, ancestors in blocks.seen():
+            pieces += [kept[:, None] + depth, first_bits[kept, None, : ancestors.shape[1]] | ancestors]
+        flat = torch.cat([piece.int().flatten(1) for piece in pieces], 1)
+        return cls(flat, tuple(tuple(piece.shape[1:]) for piece in pieces))
+
+    def to(self, device: torch.device) -> "_Pending":
+        """The same on a device."""
+        return replace(self, values=self.values.to(device))
+
+    def of(self, counts: torch.Tensor) -> "_Pending":
+        """The rows of these [B] numbers of pending pairs."""
+        return replace(self, values=self.values[counts])
+
+    @property
+    def ancestors(self) -> torch.Tensor:
+        """[B, width, W] int32 words of what each pending pair sees of the pending ones."""
+        return self._pieces()[0]
+
+    @property
+    def newest(self) -> torch.Tensor:
+        """[B, k] int32, places of the newest k pairs among the pending ones."""
+        return self._pieces()[1]
+
+    @property
+    def seen(self) -> tuple[_Seen, ...]:
+        """What the tokens of every pass over blocks see."""
+        pieces = self._pieces()
+        return tuple(map(_Seen, pieces[2::2], pieces[3::2]))
+
+    def _pieces(self) -> list[torch.Tensor]:
+        pieces = self.values.split([math.prod(size) for size in self.sizes], 1)
+        return [piece.unflatten(1, size) for piece, size in zip(pieces, self.sizes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +266,8 @@ class _Pass:
     Attributes:
         used: [m] int64, their outputs from which some node takes its token.
         parent: [n] int64, the block of the pass before that each one goes on from.
-        rows: [n k] int64, list of each of their tokens.
+        rows: [n k] int64, list of each of their tokens, among those of the pass before.
         ranks: [n k] int64, rank of each token in its list.
-        depth: [1, n k] int32, position of each token, counted from the first one that is not committed.
-        ancestors: [1, n k, W] int32 words over the places behind the cache.
         first_slot: place of the first token behind the cache.
     """
 
@@ -189,8 +275,6 @@ class _Pass:
     parent: torch.Tensor
     rows: torch.Tensor
     ranks: torch.Tensor
-    depth: torch.Tensor
-    ancestors: torch.Tensor
     first_slot: int
 
 
@@ -241,30 +325,48 @@ class _Blocks:
 
     def passes(self, device: torch.device) -> list[_Pass]:
         """The tables of every pass but the first, which reads the text alone."""
-        return [self._pass(level, device) for level in range(self.block_size, self.shape.max_depth, self.block_size)]
+        return [self._pass(level, device) for level in self._levels]
+
+    def seen(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For these passes, [n k] int32 depth of each token and [n k, W] words, counted without committed pairs.
+
+        The places behind the cache begin with k - 1 for committed pairs, whose bits are 0 here.
+        """
+        size, found = self.block_size, []
+        for level in self._levels:
+            chosen = self._ends(level)
+            seen = torch.zeros(len(chosen), self._slot_of(chosen[-1]) + size, dtype=torch.bool)
+            for row, node in zip(seen, chosen, strict=True):
+                for above in np.flatnonzero(self.shape.ancestors[node])[size::size]:  # by depth, the root first
+                    row[self._slot_of(above) : self._slot_of(above) + size] = True
+            depth = torch.arange(level - size, level, dtype=torch.int32).repeat(len(chosen))
+            found.append((depth, pack_words(seen).repeat_interleave(size, 0)))
+        return found
+
+    @property
+    def _levels(self) -> range:
+        return range(self.block_size, self.shape.max_depth, self.block_size)
+
+    def _ends(self, level: int) -> list[int]:
+        """The nodes at this depth that end a block."""
+        return [node for node in self.nodes if self.shape.depth[node] == level]
+
+    def _slot_of(self, node: int) -> int:
+        """Place of the first token of the block that ends in a node, counted from the first one behind the cache."""
+        return self.nodes.index(node) * self.block_size - 1
 
     def _pass(self, level: int, device: torch.device) -> _Pass:
-        def table(values: object) -> torch.Tensor:
-            return torch.as_tensor(np.asarray(values), dtype=torch.int64, device=device)
-
-        size = self.block_size
-        slot_of = {node: size - 1 + index * size for index, node in enumerate(self.nodes[1:])}
-        chosen = [node for node in self.nodes if self.shape.depth[node] == level]
-        before = [node for node in self.nodes if self.shape.depth[node] == level - size]
-        seen = torch.zeros(len(chosen), slot_of[chosen[-1]] + size, dtype=torch.bool)
+        size, before = self.block_size, self._ends(level - self.block_size)
+        first_list = self.lists.index((self.nodes.index(before[0]), 0))
         tokens, parents = [], []
-        for row, node in zip(seen, chosen, strict=True):
-            path = np.flatnonzero(self.shape.ancestors[node])  # by depth, the root first
+        for node in self._ends(level):
+            path = np.flatnonzero(self.shape.ancestors[node])
             tokens += path[-size:].tolist()
             parents.append(before.index(path[-1 - size]))
-            for above in path[size::size]:
-                row[slot_of[above] : slot_of[above] + size] = True
         return _Pass(
-            used=table(self.used(level)),
-            parent=table(parents),
-            rows=table(np.take(self.rows, tokens)),
-            ranks=table(np.take(self.shape.rank, tokens)),
-            depth=torch.arange(level - size, level, dtype=torch.int32, device=device).repeat(len(chosen))[None],
-            ancestors=pack_words(seen).repeat_interleave(size, 0)[None].to(device),
-            first_slot=slot_of[chosen[0]],
+            used=_table(self.used(level), device),
+            parent=_table(parents, device),
+            rows=_table(np.take(self.rows, tokens) - first_list, device),
+            ranks=_table(np.take(self.shape.rank, tokens), device),
+            first_slot=self._slot_of(self._ends(level)[0]),
         )

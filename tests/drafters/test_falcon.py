@@ -80,7 +80,8 @@ def test_a_published_file_loads_and_drafts_as_its_authors_compute(generator):
         gates = x @ w.T + tensors[f"lstm.bias_ih_l{layer}"] + tensors[f"lstm.bias_hh_l{layer}"]
         i, _, g, o = gates.split(HIDDEN_SIZE, -1)
         x = o.sigmoid() * (i.sigmoid() * g.tanh()).tanh()
-    torch.testing.assert_close(network._fuse_each(joined)[0], x)
+    embedded, features = joined[:, None].chunk(2, -1)
+    torch.testing.assert_close(network.fuse(features, embedded, ())[0][0, 0], x)
     text, root = random_prompts(generator, [6])[0], 9
     tree = propose(Falcon(network, FAMILY_SHAPE), model, text, root)
     assert tree.tokens[0, 1:].tolist() == Literal(network, model, text, root).tokens(FAMILY_SHAPE)
@@ -116,31 +117,33 @@ def test_a_published_file_of_other_tensors_is_refused_by_name():
 
 @torch.no_grad()
 @pytest.mark.parametrize("recurrent", [True, False])
-def test_all_three_ways_through_the_lstm_agree(recurrent, generator):
+def test_training_and_drafting_run_the_same_lstm(recurrent, generator):
     network = make_network(build_model("llama"), recurrent=recurrent)
-    features, embedded = torch.randn(2, 3, 7, HIDDEN_SIZE, generator=generator)
-    counts = torch.tensor([7, 0, 3])
-    start = torch.zeros(3, network.state_size)
-    fused, states = network.fuse(features, embedded, start)
-    prompt, state = network.fuse_prompt(features, embedded, counts, start)
-    after = torch.cat((start[:, None], states), 1)
-    for row, count in enumerate(counts):
-        torch.testing.assert_close(prompt[row, :count], fused[row, :count])
-        torch.testing.assert_close(state[row], after[row, count])
+    features, embedded = torch.randn(2, 3, 1, 7, HIDDEN_SIZE, generator=generator)
+    start = network.zero_state(3, features)
+    fused, _ = network.fuse(features, embedded, start)
     seen = []
     network.decode = lambda fused, positions, attend: seen.append(fused)
-    network(features, embedded, None, None)
-    torch.testing.assert_close(seen[0], fused)
-    # in two parts, the second going on where the first ended
-    second, _ = network.fuse(features[:, 4:], embedded[:, 4:], states[:, 3])
-    torch.testing.assert_close(second, fused[:, 4:])
-    early = counts.clamp(max=4)
-    _, between = network.fuse_prompt(features[:, :4], embedded[:, :4], early, start)
-    rest, end = network.fuse_prompt(features[:, 4:], embedded[:, 4:], counts - early, between)
-    torch.testing.assert_close(rest[0], fused[0, 4:])
-    torch.testing.assert_close(end, state)
+    network(features[:, 0], embedded[:, 0], None, None)
+    torch.testing.assert_close(seen[0], fused[:, 0])
+    # in two parts, the second going on where the first ended in each row
+    counts = torch.tensor([7, 0, 3])
+    part, between = network.fuse(features, embedded, start, counts=counts)
+    rest, _ = network.fuse(features, embedded, between, first=counts)
+    for row, count in enumerate(counts):
+        torch.testing.assert_close(part[row, :, :count], fused[row, :, :count])
+        torch.testing.assert_close(rest[row, :, count:], fused[row, :, count:])
+    # branches go on from the states of others
+    source = torch.tensor([2, 0])
+    apart = [state.transpose(0, 1).contiguous() for state in between]
+    branches, _ = network.fuse(
+        features[:1].expand(-1, 2, -1, -1), embedded[:1].expand(-1, 2, -1, -1), apart, source=source
+    )
+    for branch, row in enumerate(source):
+        alone, _ = network.fuse(features[:1], embedded[:1], [state[row : row + 1] for state in between])
+        torch.testing.assert_close(branches[:, branch], alone[:, 0])
     changed = network.fuse(features + (torch.arange(7) == 0)[:, None], embedded, start)[0]
-    assert torch.equal(changed[:, 1:], fused[:, 1:]) != recurrent
+    assert torch.equal(changed[:, :, 1:], fused[:, :, 1:]) != recurrent
 
 
 # Bad input

@@ -193,6 +193,9 @@ OF_ANY_SHAPE = {("rms_norm", "x"), ("swiglu", "gate_up")}  # all but the last di
 OTHER_WIDTH = {torch.int32: torch.int64, torch.int64: torch.int32, torch.float32: torch.float64}
 OF_EITHER_WIDTH = {
     ("beam_step", "tokens"),
+    ("lstm_recurrence", "counts"),
+    ("lstm_recurrence", "first"),
+    ("lstm_recurrence", "source"),
     ("tree_rerank", "tokens"),
     ("tree_expand", "candidates"),
     ("kv_compact", "cache_"),

@@ -29,6 +29,7 @@ LAST_PROGRAMS = {
     "draft_heads_concat": (0, 1, 1),
     "kv_compact": (1, 3, 2),
     "lm_head_topk": (5, 2, 1),
+    "lstm_recurrence": (1, 4, 0),
     "philox_exponential": (8, 2, 0),
     "philox_uniform": (8, 2, 0),
     "rms_norm": (2, 0, 0),

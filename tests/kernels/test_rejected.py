@@ -56,6 +56,23 @@ REJECTED = {
         ({"path": one}, ValueError, "path: expected shape [3, any], got [1, 4]"),
         ({"num_accepted": lambda t: t[:, None]}, ValueError, "num_accepted: expected shape [3], got [3, 1]"),
     ],
+    "lstm_recurrence": [
+        ({"weight": lambda t: t[:, :5]}, ValueError, "weight: expected shape [20, 5], got [280, 5]"),
+        ({"given": lambda t: t[:, 0]}, ValueError, "given: expected shape [any, any, any, 280], got [3, 2, 280]"),
+        ({"given": lambda t: t[:, :, :0]}, ValueError, "given: expected at least one step, got none"),
+        ({"given": lambda t: t.half()}, TypeError, "given: expected torch.float32, got torch.float16"),
+        ({"bias": lambda t: t[:70]}, ValueError, "bias: expected shape [280], got [70]"),
+        ({"state": one}, ValueError, "state: expected shape [3, any, 2, 70], got [1, 4, 2, 70]"),
+        (
+            {"state": lambda t: t[:, :2], "source": none},
+            ValueError,
+            "state: expected shape [3, 4, 2, 70], got [3, 2, 2, 70]",
+        ),
+        ({"source": lambda t: t[:1]}, ValueError, "source: expected shape [4], got [1]"),
+        ({"state": none}, ValueError, "source: expected None without state, got a tensor"),
+        ({"counts": lambda t: t[:2]}, ValueError, "counts: expected shape [3], got [2]"),
+        ({"counts": lambda t: t.float()}, TypeError, "counts: expected torch.int32 or torch.int64, got torch.float32"),
+    ],
     "philox_uniform": [
         ({"seeds": lambda t: t[:, None]}, ValueError, "seeds: expected shape [any], got [3, 1]"),
         ({"step": lambda t: t[None]}, ValueError, "step: expected shape [], got [1]"),

@@ -66,6 +66,15 @@ def tree_words(generator, num_nodes):
     return (seen.unflatten(2, (-1, 32)) * 2 ** torch.arange(32)).sum(-1).int().to(DEVICE)
 
 
+def lstm_call(generator, num_sequences, width=70):
+    """Two steps, of which rows take the first, none and the second, from states that sequences share."""
+    given = randn(generator, BATCH, num_sequences, 2, 4 * width)
+    weight, bias = randn(generator, 4 * width, width), randn(generator, 4 * width)
+    state, source = randn(generator, BATCH, 4, 2, width), randint(generator, 0, 4, num_sequences)
+    steps = {"first": int64([0, 0, 1]), "counts": int64([1, 0, 2])}
+    return (given, weight, bias), {"state": state, "source": source} | steps
+
+
 def calls(sizes):
     """A call of every op, as (positional, keyword) arguments."""
     g = torch.Generator().manual_seed(1)
@@ -114,6 +123,7 @@ def calls(sizes):
         "draft_heads_concat": ((parts, mixing[0], bias[0], mixing[1], bias[1]), {}),
         "kv_compact": ((cache, lengths.clamp(max=2), path, int32([0, path.shape[1] - 1, 2])), {}),
         "lm_head_topk": ((randn(g, 2, BATCH, 16), lm_weight), {"k": 4, "bias": randn(g, *lm_weight.shape[:2])}),
+        "lstm_recurrence": lstm_call(g, 2 * beams),
         "philox_exponential": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
         "philox_uniform": ((seeds, seeds[0].clone()), {"stream": 2, "count": vocab}),
         "rms_norm": ((randn(g, *rows, width), randn(g, width)), {"eps": 1e-5}),
