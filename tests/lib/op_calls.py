@@ -79,10 +79,9 @@ def calls(sizes):
     """A call of every op, as (positional, keyword) arguments."""
     g = torch.Generator().manual_seed(1)
     n, vocab, width, dim, beams = len(sizes.parents), sizes.vocab, sizes.width, sizes.head_dim, sizes.beams
-    parent = int32([sizes.parents] * BATCH)
+    parent, draft_row = int32([sizes.parents] * BATCH), [*range(n - 1), -1]
     drafts = random_logits(g, BATCH, n, vocab)
     logits = drafts + randn(g, *drafts.shape)  # near the draft: at every place some tests pass and some do not
-    draft_row = [*range(n - 1), -1]
     tokens = draw_tokens(g, parent, drafts, draft_row, replacement=False)
     root, uniform, last = tokens[:, 0].contiguous(), rand(g, BATCH, n), rand(g, BATCH)
     rejection = logits, drafts, int32(draft_row), uniform**0.5, last
@@ -105,8 +104,7 @@ def calls(sizes):
     parts = [randn(g, BATCH, 70) for _ in range(max(2, width // 70 + 1))]
     mixing, bias = randn(g, 2, 70, 70 * len(parts)), randn(g, 2, 70)
     rows = (BATCH,) if sizes is LARGE else (BATCH, n)  # of one dimension they are read where they lie
-    history = randint(g, -1, vocab, BATCH, 5)
-    seeds = int64([2**40 + 3, -5, 9])
+    history, seeds = randint(g, -1, vocab, BATCH, 5), int64([2**40 + 3, -5, 9])
     warped = [x[:, : sizes.judged].contiguous() for x in (logits[..., : sizes.warped], tokens, parent)]
     # a row of every kind: a filter or two, all that there is, and nothing
     warping = float32([[0.7, 4, 1, 0, 1.2], [0.8, 0, 0.9, 0.05, 1], [1, 0, 1, 0, 1]])
