@@ -93,8 +93,11 @@ class CompletionStream:
 
 
 def describe_run(num_tokens: int, stats: AcceptanceStats) -> str:
-    """A generation of one row in one line; without a step there is no tau."""
-    speed = num_tokens / (sum(stats.times_ms.values()) / 1e3)
+    """A generation of one row in one line; without a step there is no tau, and capturing one is not in the speed."""
+    capture_ms = stats.times_ms.get("capture", 0.0)
+    speed = num_tokens / ((sum(stats.times_ms.values()) - capture_ms) / 1e3)
     tau = f"{stats.tau:.2f}" if stats.num_target_passes else "-"
     text = f"{num_tokens} tokens in {stats.num_target_passes} target passes, tau {tau}, {speed:.0f} tok/s"
+    if capture_ms:
+        text = f"{text}; a step captured in {capture_ms / 1e3:.1f} s"
     return text if stats.lossless else f"{text}, lossy"

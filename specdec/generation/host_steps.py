@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from specdec.loop.step import StepReport
+from specdec.loop.step import StepOutput, StepReport
 
 __all__ = ["HostSteps"]
 
@@ -66,10 +66,8 @@ class HostSteps:
         for row, new in enumerate(report.new):
             if not new:
                 continue
-            for kept, source in ((self._logits, report.scores), (self._scores, report.processed)):
-                if kept is not None:
-                    nodes = report.path[row, : len(new)].long()
-                    kept[row].extend(source.logits[row, nodes].float().clone())
+            if report.output is not None:
+                self._keep_logits(row, report.output, len(new))
             keep = self._first_stop(row, new)
             if keep is None and is_late:
                 keep = len(new)
@@ -83,6 +81,13 @@ class HostSteps:
             if self._streamer is not None:
                 self._streamer.put(torch.tensor(new))
         return ended
+
+    def _keep_logits(self, row: int, output: StepOutput, num_new: int) -> None:
+        """Keep what is asked for of the new tokens of a row."""
+        nodes = output.path[row, :num_new].long()
+        for kept, source in ((self._logits, output.scores), (self._scores, output.processed)):
+            if kept is not None:
+                kept[row].extend(source.logits[row, nodes].float().clone())
 
     def _first_stop(self, row: int, new: list[int]) -> int | None:
         """How many of the new tokens stay if a criterion ends the row; None if none does."""

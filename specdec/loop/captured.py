@@ -2,12 +2,13 @@
 
     step = captured.find(...)            a recording that fits the call, and the memory that it works on
     ... prefill fills step.state ...     eagerly: prompts differ in length
-    captured.run(step, max_steps)        replays, with the host some replays ahead of what it knows
+    captured.run(step, follower, ..)     replays, with the host some replays ahead of what it knows
 
 A CUDA graph is bound to addresses, so the memory of a generation (`DecodeState` and a drafter's state) is laid out for
 a bucket of sizes, and stays. Calls of similar sizes share it, and whatever differs between them is data in it. The host
-learns from a copy to pinned memory whether any row still runs; it looks at the copy of `LAG` replays before, so that
-the device always has work. A surplus replay at the end changes nothing (`specdec.loop.state`).
+learns from a copy to pinned memory whether any row still runs, and what code of the caller's wants to know; it looks at
+the copy of `LAG` replays before, so that the device always has work. A surplus replay at the end changes nothing
+(`specdec.loop.state`), or is taken back (`specdec.loop.follower`).
 
 Nothing here calls back: the decoder lays out memory, begins a generation on it and hands both over to be recorded.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from specdec.drafting.base import Drafter, Room
+from specdec.loop.follower import Follower
 from specdec.loop.graphs import CannotCaptureError, Engine, Recording
 from specdec.loop.memory import tensors_of
 from specdec.loop.state import DecodeState
@@ -160,16 +162,24 @@ class CapturedSteps:
         memory.steps[key] = CapturedStep(generation, recording)
         return memory.steps[key]
 
-    def run(self, step: CapturedStep, max_steps: int) -> None:
-        """Replay until all rows have finished, or logits were NaN; `max_steps` are enough in any case."""
-        reader = self.engine.reader(LAG + 1)
-        for sent in range(max_steps):
+    def run(self, step: CapturedStep, follower: Follower, max_steps: int) -> None:
+        """Replay until all rows have finished; `max_steps` are enough in any case.
+
+        Args:
+            step: on whose memory a generation has begun.
+            follower: of that generation, whose first message is the prompt's; its errors end the loop.
+            max_steps: tokens that a row may emit after the prompt's.
+        """
+        reader = self.engine.reader(LAG + 1, follower.message_size)
+        reader.push(follower.message())
+        for sent in range(1, max_steps + 1):
             step.recording.replay()
-            reader.push(step.state.progress)
-            if sent >= LAG:
-                is_running, first_nan_step = reader.pop()
-                if not is_running or first_nan_step >= 0:
-                    break
+            reader.push(follower.message())
+            if sent >= LAG and not follower.take(reader.pop()):
+                return
+        for _ in range(min(LAG, max_steps + 1)):
+            if not follower.take(reader.pop()):
+                return
 
     def release(self) -> None:
         """Free all recordings and their memory."""

@@ -18,13 +18,14 @@ from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.scratch import Scratch
 from specdec.loop.captured import CapturedStep, CapturedSteps, Memory
+from specdec.loop.follower import Follower
 from specdec.loop.graphs import CudaGraphs, Engine
 from specdec.loop.memory import Description, MemoryPlan, weights_of
 from specdec.loop.processing import Processing
 from specdec.loop.rules import AcceptanceRule, Greedy
 from specdec.loop.state import DecodeState
 from specdec.loop.stats import AcceptanceStats
-from specdec.loop.step import Generation, NonFiniteLogitsError, OnStep
+from specdec.loop.step import Generation, OnStep
 from specdec.loop.timing import PhaseTimer
 from specdec.models.common.cache import KVCache
 from specdec.models.target.target import PREFILL_CHUNK_SIZE, Target
@@ -121,8 +122,9 @@ class Decoder:
             stop_tokens: tokens after which a row ends; the stop token itself is emitted.
             seed: of the random numbers, as in `specdec.common.randomness.row_seeds`; greedy decoding needs none.
             processing: what happens to the target's logits before tokens are chosen.
-            on_step: called after prefill and after every step; costs a synchronisation per step, and captures nothing.
-            reads_logits: whether `on_step` reads logits; greedy decoding writes none for one that does not.
+            on_step: called after prefill and after every step, with a captured step one step later.
+            reads_logits: whether `on_step` reads what a step computed beside its tokens. That captures nothing, costs a
+                synchronisation per step, and writes logits where greedy decoding would write none.
             prefill_chunk_size: prompt tokens per row that one pass reads, 2048 by default; what a long prompt
                 takes beside the cache grows with this and not with its length.
             keep_cache: return the keys and values, which after captured steps takes a copy of them.
@@ -143,7 +145,8 @@ class Decoder:
         max_length = max(map(len, prompts)) + max_new_tokens
         with self._running():
             captured = None
-            if on_step is None:
+            host_reads = on_step is not None and reads_logits
+            if not host_reads:
                 captured = self._find_captured(
                     num_rows, max_length, processing, len(stop_tokens), timer, may_capture=max_new_tokens > 1
                 )
@@ -158,16 +161,17 @@ class Decoder:
                         state, drafter = self._new_state(room, device), self.drafter
                 else:
                     state, drafter = captured.state, captured.generation.drafter
-                host_reads = on_step is not None and reads_logits
                 generation = self._generation(state, drafter, stops, processing, timer, host_reads=host_reads)
                 num_tokens = min(chunk_size, prompt.tokens.shape[1])
                 advice = f"lower prefill_chunk_size (here {num_tokens} tokens of {rows} rows at a time) or the batch"
                 with self._explaining_lack_of_memory(num_rows, max_length, advice):
-                    first = generation.begin(prompt, max_new_tokens, seeds, prefill_chunk_size=chunk_size)
+                    output = generation.begin(prompt, max_new_tokens, seeds, prefill_chunk_size=chunk_size)
+            follower = Follower(state, num_rows, on_step, reads_output=host_reads)
             if captured is None:
-                generation.run(first, on_step)
+                while follower.take(follower.message().tolist(), output):
+                    output = generation.step()
             else:
-                self._replay(captured, generation, max_new_tokens - 1)
+                self._replay(captured, generation, follower, max_new_tokens - 1)
             return self._result(generation, num_rows, is_captured=captured is not None, keep_cache=keep_cache)
 
     def warmup(
@@ -262,7 +266,7 @@ class Decoder:
         *,
         host_reads: bool = False,
     ) -> Generation:
-        """A generation that has not begun; `host_reads` says whether `on_step` reads logits."""
+        """A generation that has not begun; `host_reads` says whether code on the host reads logits."""
         needs_logits = host_reads or self.acceptance.needs_logits or not processing.is_idle
         return Generation(self.target, drafter, self._rule, state, stops, processing, timer, needs_logits)
 
@@ -329,19 +333,18 @@ class Decoder:
             f"passes, got {str(error).splitlines()[0]}; {advice}\n{plan}"
         ) from error
 
-    def _replay(self, captured: CapturedStep, generation: Generation, max_steps: int) -> None:
+    def _replay(self, captured: CapturedStep, generation: Generation, follower: Follower, max_steps: int) -> None:
         """Replay a captured step for a generation that has begun on its memory."""
         assert self.captured is not None
         stops = captured.generation.stop_tokens
         if stops is not None and generation.stop_tokens is not None:
             stops.copy_(generation.stop_tokens)
-        with generation.timer.phase("steps"):
-            self.captured.run(captured, max_steps)
         try:
-            generation.is_running()
-        except NonFiniteLogitsError:
-            self.captured.release()  # the cache holds NaN, which masked lanes of later calls would read
-            raise
+            with generation.timer.phase("steps"):
+                self.captured.run(captured, follower, max_steps)
+        finally:
+            if int(generation.state.progress[1]) >= 0:  # in a surplus replay, too
+                self.captured.release()  # the cache holds NaN, which masked lanes of later calls would read
 
     def _result(self, generation: Generation, num_rows: int, *, is_captured: bool, keep_cache: bool) -> DecodeResult:
         """What the first `num_rows` rows emitted, rows that fill a bucket up left out."""

@@ -50,8 +50,8 @@ class Engine(Protocol):
         """
         ...
 
-    def reader(self, depth: int) -> Reader:
-        """A reader of at most `depth` copies at a time."""
+    def reader(self, depth: int, size: int) -> Reader:
+        """A reader of at most `depth` copies at a time, each of `size` int32 numbers."""
         ...
 
 
@@ -67,7 +67,7 @@ class CudaGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._places: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._places: dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}  # by size
 
     def record(self, step: Callable[[], object]) -> Recording:
         """As `Engine`. Two eager steps on the stream of the capture come first.
@@ -108,11 +108,12 @@ class CudaGraphs:
         self._graphs.add(graph)
         return graph
 
-    def reader(self, depth: int) -> Reader:
+    def reader(self, depth: int, size: int) -> Reader:
         """As `Engine`."""
-        while len(self._places) < depth:
-            self._places.append((torch.empty(2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
-        return _PinnedReader(self._device, self._places[:depth])
+        places = self._places.setdefault(size, [])
+        while len(places) < depth:
+            places.append((torch.empty(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
+        return _PinnedReader(self._device, places[:depth])
 
 
 class _PinnedReader:

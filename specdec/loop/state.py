@@ -157,17 +157,20 @@ class DecodeState:
         step = 0 if is_prefill else self.num_steps[0] + 1
         first.copy_(torch.where(is_nan & (first < 0), step, first))
 
-    def cut(self, row: int, num_dropped: int) -> None:
-        """End a row, without the last `num_dropped` of the tokens that its last step emitted."""
-        kept = int(self.num_output[row]) - num_dropped
-        self.output[row, kept:] = -1
-        self.num_output[row] = kept
-        self.root[row] = self.output[row, kept - 1]
-        self.cache.lengths[row] -= num_dropped
-        self.budget[row] = 0
+    def cut(self, row: int, kept: int, num_steps: int) -> None:
+        """End a row with its first `kept` tokens, which the prompt and the first `num_steps` steps emitted.
+
+        What later steps added is taken back too, and nothing waits for the device.
+        """
+        self.cache.lengths[row].sub_(self.num_output[row] - kept)
+        self.output[row, kept:].fill_(-1)
+        self.num_output[row].fill_(kept)
+        self.root[row].copy_(self.output[row, max(kept - 1, 0)])
+        self.budget[row].fill_(0)
         self.progress[0].copy_(self.budget.any())
-        if (step := int(self.num_steps)) > 0:
-            self.step_emitted[step - 1, row] -= num_dropped
+        self.step_emitted[num_steps:, row].fill_(0)
+        if num_steps > 0:  # the last of them loses what was dropped; the first token is no step's
+            self.step_emitted[num_steps - 1, row].copy_(kept - 1 - self.step_emitted[: num_steps - 1, row].sum())
 
     def tokens(self, num_rows: int) -> list[list[int]]:
         """The emitted tokens of the first rows."""

@@ -26,43 +26,36 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step computed, on the device.
+
+    Attributes:
+        path: [B, P] int32 accepted nodes from the root, -1 padded; new token i was decided by the logits at node
+            `path[i]`.
+        scores: the target's at every node, as they came; `scores.logits` are [B, N, V].
+        processed: the same as the acceptance rule saw them.
+    """
+
+    path: torch.Tensor
+    scores: Scores
+    processed: Scores
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What a step did, for code on the host.
 
     Attributes:
         new: per row the tokens that it emitted; empty for a row that had finished.
-        path: [B, P] int32 accepted nodes from the root; new token i was decided by the logits at node `path[i]`.
-        scores: the target's at every node, as they came; `scores.logits` are [B, N, V].
-        processed: the same as the acceptance rule saw them.
+        output: what it computed; None for code that reads no logits.
     """
 
     new: list[list[int]]
-    path: torch.Tensor
-    scores: Scores
-    processed: Scores
+    output: StepOutput | None
 
 
 OnStep = Callable[[StepReport], Mapping[int, int] | None]
 """Called after prefill and after every step. To end rows it returns, by row, how many of the new tokens to keep."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """A `StepReport` that is still on the device.
-
-    Attributes:
-        emitted: [B, P] int32 new tokens, -1 padded.
-        counts: [B] int32 how many of them are real.
-        path: [B, P] int32 accepted nodes from the root, -1 padded.
-        scores: as in `StepReport`.
-        processed: as in `StepReport`.
-    """
-
-    emitted: torch.Tensor
-    counts: torch.Tensor
-    path: torch.Tensor
-    scores: Scores
-    processed: Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +105,7 @@ class Generation:
         state.note_nan(scores.has_nan, is_prefill=True)
         counts = (state.budget > 0).int()
         state.emit(root, root[:, None], counts, self.stop_tokens)
-        return StepOutput(root[:, None], counts, torch.zeros_like(root)[:, None], scores, processed)
+        return StepOutput(torch.zeros_like(root)[:, None], scores, processed)
 
     def step(self) -> StepOutput:
         """One step. Emits `num_accepted + 1` tokens per running row.
@@ -138,38 +131,7 @@ class Generation:
             state.cache.commit(verdict.path, verdict.num_accepted)
             self.drafter.commit(verdict, output)
             state.emit_step(verdict, tree.deepest, self.stop_tokens)
-        return StepOutput(verdict.emitted, verdict.num_emitted, verdict.path, scores, processed)
-
-    def run(self, output: StepOutput, on_step: OnStep | None) -> None:
-        """Step until all rows have finished; `output` is that of `begin`."""
-        if on_step is not None:
-            self._tell(output, on_step)
-        while self.is_running():
-            output = self.step()
-            if on_step is not None:
-                self._tell(output, on_step)
-
-    def is_running(self) -> bool:
-        """Whether any row may still emit; one small copy to the host.
-
-        Raises:
-            NonFiniteLogitsError: there was NaN among the logits of a running row.
-        """
-        is_running, first_nan_step = self.state.progress.tolist()
-        if first_nan_step >= 0:
-            where = "while the prompt was run (step 0)" if first_nan_step == 0 else f"at step {first_nan_step}"
-            raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")
-        return bool(is_running)
-
-    def _tell(self, output: StepOutput, on_step: OnStep) -> None:
-        """Report to the host and cut the rows that it ends."""
-        self.is_running()
-        counts = output.counts.tolist()
-        new = [row[:count] for row, count in zip(output.emitted.tolist(), counts, strict=True)]
-        with torch.inference_mode(False), torch.no_grad():  # the caller's code is none of ours
-            kept = on_step(StepReport(new, output.path, output.scores, output.processed)) or {}
-        for row, count in kept.items():
-            self.state.cut(row, counts[row] - count)
+        return StepOutput(verdict.path, scores, processed)
 
     def _scores(self, output: TargetOutput | PrefillOutput) -> Scores:
         """The target's, with their logits written now if anyone will read them: then nothing is found without them."""

@@ -148,9 +148,10 @@ def measure_reach(decoder: Decoder, prompts: Sequence[torch.Tensor], max_new_tok
         paths: list[torch.Tensor] = []
 
         def note(report: StepReport, paths: list[torch.Tensor] = paths) -> None:
-            paths.append(report.path[0].cpu())
+            assert report.output is not None
+            paths.append(report.output.path[0].cpu())
 
-        decoder.decode([prompt], max_new_tokens, on_step=note, reads_logits=False)
+        decoder.decode([prompt], max_new_tokens, on_step=note)
         steps = paths[1:-1]  # the first is prefill, and the end of the text cuts the last one short
         num_steps += len(steps)
         for path in steps:

@@ -96,5 +96,5 @@ class GuardedEngine:
                     step()
         self.num_checked += guard.num_checked
 
-    def reader(self, depth):
+    def reader(self, depth, size):
         raise NotImplementedError

@@ -61,11 +61,14 @@ class Recording(TorchDispatchMode):
 
 
 class _Reader:
-    def __init__(self):
-        self.sent = []
+    def __init__(self, depth, size):
+        self.depth, self.size, self.sent = depth, size, []
 
     def push(self, value):
+        assert value.dtype == torch.int32
+        assert value.shape == (self.size,)
         self.sent.append(value.tolist())
+        assert len(self.sent) <= self.depth
 
     def pop(self):
         return self.sent.pop(0)
@@ -88,8 +91,8 @@ class Recorder:
         self.recordings.append(recording)
         return _Counted(self, recording)
 
-    def reader(self, depth):
-        return _Reader()
+    def reader(self, depth, size):
+        return _Reader(depth, size)
 
 
 class _Counted:

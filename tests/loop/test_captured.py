@@ -247,8 +247,8 @@ def test_nan_logits_in_a_replayed_step_are_an_error_that_names_the_step(are_writ
     engine = decoder.captured.engine
     reader = engine.reader
 
-    def poisoned_from_step_4(depth):
-        inner = reader(depth)
+    def poisoned_from_step_4(depth, size):
+        inner = reader(depth, size)
         push, engine.num_replays = inner.push, 0
 
         def poison(value):

@@ -101,12 +101,12 @@ def test_replaying_never_synchronises(tiny, kind, monkeypatch):
     captured.decode(prompts[:1], 8)  # pinned memory is there from now on
     run, num_runs = CapturedSteps.run, []
 
-    def watched(self, step, max_steps):
+    def watched(self, step, follower, max_steps):
         torch.cuda.synchronize()
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            run(self, step, max_steps)
+            run(self, step, follower, max_steps)
         finally:
             torch.cuda.set_sync_debug_mode(before)
         num_runs.append(max_steps)
@@ -115,6 +115,44 @@ def test_replaying_never_synchronises(tiny, kind, monkeypatch):
     assert len(captured.decode(prompts[:1], 96).tokens[0]) == 96
     assert num_runs == [95]
     captured.release()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_ride_along_and_only_wait_for_their_messages(tiny, kind, monkeypatch):
+    model, prompts = tiny
+    captured, eager = two_decoders(model, kind)
+    run, told = CapturedSteps.run, []
+
+    def watched(self, step, follower, max_steps):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(self, step, follower, max_steps)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def ends_rows(report):
+        told[-1].append(report.new)
+        steps = len(told[-1]) - 1
+        return {row: 1 for row, new in enumerate(report.new) if new and steps == 4 + 3 * row}
+
+    results = []
+    for decoder in (captured, eager):
+        decoder.warmup(batch_size=3, max_length=256)
+        decoder.decode(
+            prompts, 4, on_step=lambda report: None, reads_logits=False
+        )  # pinned memory is there from now on
+        told.append([])
+        with monkeypatch.context() as patch:
+            patch.setattr(CapturedSteps, "run", watched)
+            results.append(decoder.decode(prompts, 48, on_step=ends_rows, reads_logits=False))
+    assert told[0] == told[1]
+    assert results[0].stats.captured
+    assert results[0].tokens == results[1].tokens
+    assert results[0].stats.num_emitted == results[1].stats.num_emitted
+    assert results[0].stats.num_target_passes == results[1].stats.num_target_passes == len(told[0]) - 1
+    captured.release()
+    eager.release()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from lib.families import FAMILIES, build_model, random_prompts
-from lib.recorder import references_as_kernels
+from lib.recorder import Recorder, references_as_kernels
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.lookahead import Lookahead
 from specdec.drafters.prompt_lookup import PromptLookup
@@ -69,6 +69,13 @@ def test_a_greedy_step_writes_no_logits_on_triton(device):
     with written:
         assert decoder.decode([prompt], 4, on_step=lambda report: None, reads_logits=False).tokens == tokens
     assert written.names == []
+    recorder = Recorder()
+    captured = Decoder(decoder.target, PromptLookup(num_draft_tokens=3), capture=recorder)
+    assert captured.decode([prompt], 4, on_step=lambda report: None, reads_logits=False).tokens == tokens
+    (recording,) = recorder.recordings
+    results = [value for call in recording.calls for value in tree_leaves(call[-1]) if isinstance(value, torch.Tensor)]
+    assert results
+    assert all(not value.ndim or value.shape[-1] != VOCAB_SIZE for value in results)
     for settings in ({"on_step": lambda report: None}, {"processing": custom_processing()}):
         with Written() as written:
             assert decoder.decode([prompt], 4, **settings).tokens == tokens

@@ -1,0 +1,94 @@
+"""The host's side of a generation: what it knows of it, and how code of the caller's ends rows.
+
+    message()        on the device: what there is to tell after a step; a copy of it goes to the host
+    take(message)    on the host: tells the caller's code, ends the rows that it ends; whether any row still runs
+
+The eager loop takes the message of a step before it runs the next one. The captured loop has sent further replays by
+then: what they do to a row that has ended in the meantime is taken back, so that both loops give the same.
+"""
+
+import torch
+
+from specdec.loop.state import DecodeState
+from specdec.loop.step import NonFiniteLogitsError, OnStep, StepOutput, StepReport
+
+__all__ = ["Follower"]
+
+
+class Follower:
+    """Follows one generation from its prompt on.
+
+    Args:
+        state: of the generation.
+        num_rows: rows that somebody asked for, the first ones of the state's.
+        on_step: code of the caller's.
+        reads_output: whether it reads what a step computed beside the new tokens.
+    """
+
+    def __init__(
+        self, state: DecodeState, num_rows: int, on_step: OnStep | None = None, *, reads_output: bool = False
+    ) -> None:
+        self._state = state
+        self._on_step = on_step
+        self._reads_output = reads_output
+        self._num_steps = -1  # whose messages were taken; the prompt's is that of step 0
+        self._num_output = [0] * num_rows
+        self._ended: set[int] = set()  # by `on_step`
+        width = state.output.shape[1] - state.room.max_new_tokens  # most tokens of a step
+        self._newest = torch.arange(-width, 0, device=state.output.device)
+
+    @property
+    def message_size(self) -> int:
+        """Numbers in a message."""
+        return 2 if self._on_step is None else 2 + len(self._num_output) * (2 + self._newest.shape[0])
+
+    def message(self) -> torch.Tensor:
+        """What there is to tell after a step, on the device; nothing waits for it.
+
+        Returns:
+            int32, `progress`; and if there is code of the caller's, of all rows the tokens emitted, the budgets and the
+            newest tokens, each of the last `width` places one.
+        """
+        state, num_rows = self._state, len(self._num_output)
+        if self._on_step is None:
+            return state.progress
+        num_output = state.num_output[:num_rows]
+        newest = state.output[:num_rows].gather(1, (num_output[:, None] + self._newest).clamp_(min=0))
+        return torch.cat((state.progress, num_output.int(), state.budget[:num_rows], newest.flatten()))
+
+    def take(self, message: list[int], output: StepOutput | None = None) -> bool:
+        """Take in the next message.
+
+        Args:
+            message: what `message` gave after the next step; the first one after the prompt.
+            output: what that step computed, where the caller's code reads it.
+
+        Returns:
+            Whether any row still runs.
+
+        Raises:
+            NonFiniteLogitsError: there was NaN among the logits of a running row.
+        """
+        (is_running, first_nan_step), rows = message[:2], message[2:]
+        if first_nan_step >= 0:
+            where = "while the prompt was run (step 0)" if first_nan_step == 0 else f"at step {first_nan_step}"
+            raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")
+        self._num_steps += 1
+        if self._on_step is None:
+            return bool(is_running)
+        num_rows, width = len(self._num_output), self._newest.shape[0]
+        num_output, budgets, newest = rows[:num_rows], rows[num_rows : 2 * num_rows], rows[2 * num_rows :]
+        new: list[list[int]] = []
+        for row, (count, before) in enumerate(zip(num_output, self._num_output, strict=True)):
+            end = (row + 1) * width
+            new.append([] if row in self._ended else newest[end - (count - before) : end])
+        with torch.inference_mode(False), torch.no_grad():  # the caller's code is none of ours
+            kept = self._on_step(StepReport(new, output if self._reads_output else None)) or {}
+        for row, count in kept.items():
+            self._state.cut(row, self._num_output[row] + count, self._num_steps)
+        self._ended.update(kept)
+        self._num_output = num_output
+        if any(budget > 0 and row not in self._ended for row, budget in enumerate(budgets)):
+            return True
+        self._state.num_steps.fill_(self._num_steps)  # further ones were surplus
+        return False
