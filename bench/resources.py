@@ -164,6 +164,10 @@ def _weight_cases() -> dict[str, Launch]:
         found[_name("lm_head_topk_lists", model, _WIDE, dtype)] = _lm_head_topk(
             model, _WIDE.num_nodes, dtype, num_heads=1, k=32
         )
+    for num_rows, k in [(128, 1), (128, 10), (166, 1), (166, 10), (512, 1)]:
+        found[f"lm_head_topk_{k}/Llama-2-7B/n{num_rows}/bfloat16"] = _lm_head_topk(
+            LLAMA_2_7B, num_rows, bf16, num_heads=1, k=k
+        )
     # a vocabulary that no tile divides, and rows whose stride is no multiple of 16 elements
     odd = replace(LLAMA_2_7B, name="odd-sizes", hidden_size=4095, vocab_size=32001)
     found[_name("lm_head_topk", odd, None, bf16)] = _lm_head_topk(odd, 1, bf16, num_heads=4, k=10)

@@ -14,7 +14,8 @@ Shapes:     K heads, B rows, C model width, V vocabulary, r rank, T = ceil(V / 1
             bias         [K or 1, V]     as x, a row for every weight; may be left out
             values, tokens      [B, K, k]  fp32, int32
             logsumexp, has_nan  [B, K]     fp32 in nats, bool
-Cost:       reads the weights once, 2*K*B*V*C flops; bound by the weights' bytes up to about 180 rows on an H200. The
+Cost:       reads the weights once, 2*K*B*V*C flops; bound by the weights' bytes up to about 180 rows on an H200. From
+            193 rows on (k = 1; 129 otherwise) the weights are read again, from the L2 cache. The
             logits of one call pass through memory in fp32 unless k = 1; they stay in the L2 cache up to some 100 rows
 Edges:      a NaN logit counts as -inf and sets has_nan; -0.0 equals 0.0 and comes back as 0.0; a row of -inf gives
             tokens 0 to k - 1; a +inf makes the log-sum-exp +inf
@@ -59,54 +60,63 @@ def _key_value(key):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["rows_per_weight", "num_heads", "batch"])
-def _lm_head_tiles_kernel(
-    x_ptr,  # [H, M, C]: [K, B, C], or [1, K * B, C] if the heads share their weight
-    weight_ptr,  # [H, V, C]
-    bias_ptr,  # [H, V] or None
-    logits_ptr,  # [B, K, V] or None
-    tile_max_ptr,  # [B, K, T] fp32
-    tile_token_ptr,  # [B, K, T] int32, lowest token with the maximum
-    tile_sum_ptr,  # [B, K, T] fp32, sum of exp(logit - maximum)
-    tile_nan_ptr,  # [B, K, T] bool
-    stride_xh,
-    stride_xm,
-    stride_wh,
-    stride_wv,
-    stride_bh,
-    rows_per_weight,
+@triton.jit
+def _two_dots(
+    x_rows,  # [BLOCK_M] pointers to rows of x
+    more_rows,  # [MORE_M] pointers to further rows
+    weight_rows,  # [BLOCK_N] pointers to the rows of the weight
+    mask_m,
+    mask_more,
+    mask_v,
+    C,
+    UPCAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Products of one weight tile with two blocks of rows: [BLOCK_N, BLOCK_M] and [BLOCK_N, MORE_M] in fp32."""
+    offs_k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([mask_v.shape[0], mask_m.shape[0]], tl.float32)
+    more = tl.zeros([mask_v.shape[0], mask_more.shape[0]], tl.float32)
+    for start in range(0, C, BLOCK_K):
+        cols = start + offs_k
+        mask_k = cols < C
+        w = tl.load(weight_rows[:, None] + cols[None, :], mask=mask_v[:, None] & mask_k[None, :], other=0.0)
+        x = tl.load(x_rows[None, :] + cols[:, None], mask=mask_k[:, None] & mask_m[None, :], other=0.0)
+        y = tl.load(more_rows[None, :] + cols[:, None], mask=mask_k[:, None] & mask_more[None, :], other=0.0)
+        w = w.to(tl.float32) if UPCAST else w
+        x = x.to(tl.float32) if UPCAST else x
+        y = y.to(tl.float32) if UPCAST else y
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        more = tl.dot(w, y, more, input_precision="ieee")
+    return acc, more
+
+
+@triton.jit
+def _finish_rows(
+    logits,  # [BLOCK_N, BLOCK_M] fp32, without bias and not rounded
+    row,  # [BLOCK_M] k * B + b
+    mask_m,
+    mask_v,
+    bias_ptr,  # of this weight, or None
+    logits_ptr,
+    tile_ptrs,  # maximum, token, sum and NaN
     num_heads,
     batch,
     V,
-    C,
-    UPCAST: tl.constexpr,
+    dtype: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
-    """One program computes the logits of BLOCK_N tokens for BLOCK_M rows, and their maximum and sum."""
-    h = tl.program_id(2).to(tl.int64)
+    """Store the logits of a tile, if anybody wants them, and their maximum and sum."""
+    BLOCK_N: tl.constexpr = logits.shape[0]
+    tile_max_ptr, tile_token_ptr, tile_sum_ptr, tile_nan_ptr = tile_ptrs
     tile = tl.program_id(1)
-    # the row blocks of a weight tile run side by side, so that the tile is read from memory once
-    start_m = tl.program_id(0) * BLOCK_M
     start_v = tile * BLOCK_N
-    offs_m = tl.arange(0, BLOCK_M)
     offs_v = tl.arange(0, BLOCK_N)
-    mask_m = start_m + offs_m < rows_per_weight
-    mask_v = start_v + offs_v < V
-
-    x_rows = x_ptr + h * stride_xh + start_m.to(tl.int64) * stride_xm + offs_m * stride_xm
-    weight_rows = weight_ptr + h * stride_wh + start_v.to(tl.int64) * stride_wv + offs_v * stride_wv
-    logits = weight_first_dot(x_rows, weight_rows, mask_m, mask_v, 0, C, C, UPCAST, BLOCK_K)
-
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + h * stride_bh + start_v + offs_v, mask=mask_v, other=0.0)  # [BLOCK_N]
+        bias = tl.load(bias_ptr + start_v + offs_v, mask=mask_v, other=0.0)  # [BLOCK_N]
         logits += bias.to(tl.float32)[:, None]
     if IS_ROUNDED:
-        logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
+        logits = logits.to(dtype).to(tl.float32)
 
-    row = h * rows_per_weight + start_m + offs_m  # k * B + b
     out_row = row % batch * num_heads + row // batch
     slots = out_row * tl.num_programs(1) + tile
     is_nan = logits != logits
@@ -123,6 +133,60 @@ def _lm_head_tiles_kernel(
     tl.store(tile_token_ptr + slots, token, mask=mask_m)
     total = tl.sum(tl.exp(logits - _finite_or_zero(maximum)[None, :]), 0)
     tl.store(tile_sum_ptr + slots, total, mask=mask_m)
+
+
+@triton.jit(do_not_specialize=["rows_per_weight", "num_heads", "batch"])
+def _lm_head_tiles_kernel(
+    x_ptr,  # [H, M, C]: [K, B, C], or [1, K * B, C] if the heads share their weight
+    weight_ptr,  # [H, V, C]
+    bias_ptr,  # [H, V] or None
+    logits_ptr,  # [B, K, V] or None
+    tile_ptrs,  # [B, K, T] each: maximum fp32, its lowest token int32, sum of exp(logit - maximum) fp32, any NaN bool
+    stride_xh,
+    stride_xm,
+    stride_wh,
+    stride_wv,
+    stride_bh,
+    rows_per_weight,
+    num_heads,
+    batch,
+    V,
+    C,
+    UPCAST: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MORE_M: tl.constexpr,  # rows of a second block, which sees the same weight tile; 0: none
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program computes the logits of BLOCK_N tokens for BLOCK_M + MORE_M rows, and their maximum and sum."""
+    h = tl.program_id(2).to(tl.int64)
+    # the row blocks of a weight tile run side by side, so that the tile is read from memory once
+    start_m = tl.program_id(0) * (BLOCK_M + MORE_M)
+    start_v = tl.program_id(1) * BLOCK_N
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_v = tl.arange(0, BLOCK_N)
+    mask_m = start_m + offs_m < rows_per_weight
+    mask_v = start_v + offs_v < V
+
+    x_ptr += h * stride_xh + start_m.to(tl.int64) * stride_xm
+    x_rows = x_ptr + offs_m * stride_xm
+    weight_rows = weight_ptr + h * stride_wh + start_v.to(tl.int64) * stride_wv + offs_v * stride_wv
+    if bias_ptr is not None:
+        bias_ptr += h * stride_bh
+    row = h * rows_per_weight + start_m
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    if MORE_M == 0:
+        logits = weight_first_dot(x_rows, weight_rows, mask_m, mask_v, 0, C, C, UPCAST, BLOCK_K)
+    else:
+        offs_more = BLOCK_M + tl.arange(0, MORE_M)
+        mask_more = start_m + offs_more < rows_per_weight
+        more_rows = x_ptr + offs_more * stride_xm
+        logits, more = _two_dots(x_rows, more_rows, weight_rows, mask_m, mask_more, mask_v, C, UPCAST, BLOCK_K)
+        out = bias_ptr, logits_ptr, tile_ptrs
+        _finish_rows(more, row + offs_more, mask_more, mask_v, *out, num_heads, batch, V, dtype, IS_ROUNDED)
+    out = bias_ptr, logits_ptr, tile_ptrs
+    _finish_rows(logits, row + offs_m, mask_m, mask_v, *out, num_heads, batch, V, dtype, IS_ROUNDED)
 
 
 @triton.jit
@@ -175,15 +239,18 @@ def _lm_head_merge_kernel(
             keys = tl.where(offs_t == tile, following, keys)
 
 
-def _launch_config(num_rows: int, itemsize: int) -> LaunchConfig:
+def _launch_config(num_rows: int, itemsize: int, k: int) -> LaunchConfig:
     """Tiles of 128 tokens for `num_rows` rows of x per weight; docs/kernels/lm_head_topk.md lists what they compile to.
 
-    The stages of two programs fit into the shared memory of one SM.
+    The stages of two programs of up to 64 rows fit into the shared memory of one SM, and those of one of up to 192.
     """
-    block_m = min(max(16, triton.next_power_of_2(num_rows)), 64)
+    block_m = min(max(16, triton.next_power_of_2(num_rows)), 128)
+    blocks = {"BLOCK_M": block_m, "MORE_M": 0, "BLOCK_N": _BLOCK_V, "BLOCK_K": 64}
     if itemsize == 4:  # no tensor cores in full fp32: small tiles keep the operands in registers
-        return LaunchConfig({"BLOCK_M": min(block_m, 32), "BLOCK_N": _BLOCK_V, "BLOCK_K": 32}, 4, num_stages=2)
-    return LaunchConfig({"BLOCK_M": block_m, "BLOCK_N": _BLOCK_V, "BLOCK_K": 64}, num_warps=8, num_stages=4)
+        return LaunchConfig({**blocks, "BLOCK_M": min(block_m, 32), "BLOCK_K": 32}, 4, num_stages=2)
+    if num_rows > block_m and k == 1:  # with the logits' addresses two blocks of rows would spill on sm_80
+        blocks["MORE_M"] = 64
+    return LaunchConfig(blocks, num_warps=8, num_stages=4)
 
 
 def _merge_config(num_tiles: int) -> LaunchConfig:
@@ -280,19 +347,20 @@ def _launch(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, be
     """Fill `best` from h [H, M, C], weight [H, V, C] and bias [H, V], where H * M = K * B."""
     num_weights, vocab_size, width = weight.shape
     batch, num_heads, k = best.values.shape
-    config = _launch_config(h.shape[1], h.element_size())
+    config = _launch_config(h.shape[1], h.element_size(), k)
     num_tiles = triton.cdiv(vocab_size, _BLOCK_V)
     # the second best of a tile is looked up in the logits; the best is known without them
     logits = best.logsumexp.new_empty(batch, num_heads, vocab_size) if k > 1 else None
     tile_max = best.logsumexp.new_empty(batch, num_heads, num_tiles)
     tile_token = best.tokens.new_empty(tile_max.shape)
     tiles = tile_max, tile_token, torch.empty_like(tile_max), best.has_nan.new_empty(tile_max.shape)
+    rows_per_program = config.blocks["BLOCK_M"] + config.blocks["MORE_M"]
     strides = *h.stride()[:2], *weight.stride()[:2], 0 if bias is None else bias.stride(0)
     sizes = h.shape[1], num_heads, batch, vocab_size, width
     flags = {"UPCAST": needs_upcast(h), "IS_ROUNDED": rounded}
     with on_device(h):
-        _lm_head_tiles_kernel[(triton.cdiv(h.shape[1], config.blocks["BLOCK_M"]), num_tiles, num_weights)](
-            h, weight, bias, logits, *tiles, *strides, *sizes, **flags, **config.kwargs()
+        _lm_head_tiles_kernel[(triton.cdiv(h.shape[1], rows_per_program), num_tiles, num_weights)](
+            h, weight, bias, logits, tiles, *strides, *sizes, **flags, **config.kwargs()
         )
         results = best.values, best.tokens, best.logsumexp, best.has_nan
         _lm_head_merge_kernel[(batch * num_heads,)](

@@ -133,6 +133,9 @@ def test_a_bias_is_added_before_the_rounding(backend):
         (1, 2, 100, 128, 32),
         (1, 20, 70, 140, 2),
         (2, 70, 16, 70, 1),
+        (1, 130, 70, 140, 1),
+        (2, 200, 9, 130, 1),
+        (1, 140, 9, 130, 3),
     ],
 )
 def test_matches_float64(generator, num_heads, batch, width, vocab_size, k, dtype):
@@ -391,21 +394,26 @@ def test_wrong_arguments_are_named(changes, error, match):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "itemsize", "block_m", "block_k", "num_warps"),
+    ("num_rows", "itemsize", "k", "block_m", "more_m", "block_k", "num_warps"),
     [
-        (1, 2, 16, 64, 8),
-        (17, 2, 32, 64, 8),
-        (64, 2, 64, 64, 8),
-        (500, 2, 64, 64, 8),
-        (1, 4, 16, 32, 4),
-        (64, 4, 32, 32, 4),
+        (1, 2, 1, 16, 0, 64, 8),
+        (17, 2, 1, 32, 0, 64, 8),
+        (64, 2, 10, 64, 0, 64, 8),
+        (65, 2, 1, 128, 0, 64, 8),
+        (128, 2, 1, 128, 0, 64, 8),
+        (129, 2, 1, 128, 64, 64, 8),
+        (500, 2, 1, 128, 64, 64, 8),
+        (500, 2, 2, 128, 0, 64, 8),
+        (1, 4, 1, 16, 0, 32, 4),
+        (500, 4, 1, 32, 0, 32, 4),
     ],
 )
-def test_launch_config(num_rows, itemsize, block_m, block_k, num_warps):
-    config = _launch_config(num_rows, itemsize)
-    assert config.blocks == {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": block_k}
+def test_launch_config(num_rows, itemsize, k, block_m, more_m, block_k, num_warps):
+    config = _launch_config(num_rows, itemsize, k)
+    assert config.blocks == {"BLOCK_M": block_m, "MORE_M": more_m, "BLOCK_N": 128, "BLOCK_K": block_k}
     assert config.num_warps == num_warps
-    assert config.num_stages * (block_m + 128) * block_k * itemsize <= 96 * 1024
+    shared_bytes = config.num_stages * (block_m + more_m + 128) * block_k * itemsize
+    assert shared_bytes <= (96 if block_m <= 64 else 160) * 1024
 
 
 @pytest.mark.parametrize(("num_tiles", "block_t", "num_warps"), [(1, 1, 1), (250, 256, 1), (1002, 1024, 4)])
