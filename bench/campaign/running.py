@@ -48,7 +48,10 @@ class _Processes:
     A file tells of them, since a call that is killed cannot end them any more; the next one does (`end_leftovers`).
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, jobs: int) -> None:
+        self.environment = {**os.environ}
+        if jobs > 1:  # or each of them takes every core for the definitions that it compares with
+            self.environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
         self.lock = threading.Lock()
         self.file = folder / _LEFTOVERS
         self.running: list[subprocess.Popen[bytes]] = []
@@ -60,7 +63,9 @@ class _Processes:
             if self.is_stopped:
                 return None
             print("$", *command, file=file, flush=True)
-            process = subprocess.Popen(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=self.environment, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
+            )
             self.running.append(process)
             running = {str(other.pid): _birth(other.pid) for other in self.running if other.poll() is None}
             replace_file(self.file, json.dumps(running))
@@ -110,7 +115,7 @@ def run_stage(
         What became of it. No exit status and no missing program raises, and neither does an interrupt.
     """
     begin = time.monotonic()
-    processes = _Processes(folder)
+    processes = _Processes(folder, stage.jobs)
 
     def run(name: str) -> str:
         return _run(stage.commands[name], folder / f"{name}.log", begin + limit_s, processes)

@@ -1,7 +1,7 @@
 """The stages of the campaign, the most telling first, with the time that each may take.
 
     call 1   machine, captured, tests                 does it run, and is it right?
-    call 2   decode_7b                                what is it good for?
+    call 2   precompile, decode_7b                    what is it good for?
     call 3   decode_8b, kernels_first                 does it hold elsewhere; how far is a kernel from its roofline?
     later    the rest of the kernels and the captured steps, PyTorch's linear layers, sanitizers, other decoding
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.bench.common.shapes import BATCHES, CONTEXTS, LLAMA_2_7B, LLAMA_3_8B, VICUNA_13B
+from specdec.bench.decoding.random_models import DRAFTERS
 from specdec.bundled.load import bundled_drafters
 
 __all__ = ["MINUTES", "ROOT", "Stage", "stages"]
@@ -71,7 +72,8 @@ def stages(folder: Path, *, on_cpu: bool) -> list[Stage]:
     return [
         Stage("machine", _module(folder, "machine", "common.machine"), 10, 60),
         Stage("captured", _captured_first(folder), 60, 180, jobs),
-        Stage("tests", _tests(folder), 60, 270, jobs),
+        Stage("tests", _tests(folder), 60, 240, jobs),
+        Stage("precompile", _precompile(folder, models[:2]), 30, 120, jobs),
         Stage("decode_7b", _decode(folder, "decode_7b", "--models", models[0]), 120, 500),
         Stage("decode_8b", _decode(folder, "decode_8b", "--models", models[1]), 120, 400),
         *_kernel_stages(folder),
@@ -107,6 +109,16 @@ def _decode(folder: Path, name: str, *arguments: str) -> dict[str, list[str]]:
     """Decoding on the GPU; 384 tokens, so that the prompt's pass is a small part of what is timed."""
     settings = ["--device", "cuda", "--max-new-tokens", "384", "--repeats", "3", "--minutes", MINUTES, "--resume"]
     return _module(folder, name, "decode", *settings, "--pictures", str(folder / "pictures"), *arguments)
+
+
+def _precompile(folder: Path, models: Sequence[str]) -> dict[str, list[str]]:
+    """The kernels of the steps that are timed next, a process per step; else the GPU would wait for the compiler."""
+    commands: dict[str, list[str]] = {}
+    for model in models:
+        for drafter in ("none", *DRAFTERS):
+            arguments = ("--model", model, "--drafter", drafter)
+            commands |= _module(folder, f"compile_{model}_{drafter}", "decoding.precompile", *arguments)
+    return commands
 
 
 def _pytest(folder: Path, name: str, *arguments: str | Path) -> list[str]:

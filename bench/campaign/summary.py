@@ -118,6 +118,11 @@ def _show_tests(records: Sequence[Record]) -> str:
     return table(rows)
 
 
+def _show_precompiled(records: Sequence[Record]) -> str:
+    slowest = max(record["seconds"] for record in records)
+    return f"{len(records)} steps, {sum(r['num_kernels'] for r in records)} kernels, at most {slowest:.0f} s a step.\n"
+
+
 def _show_small_m(records: Sequence[Record]) -> str:
     measured = any(record["percent_of_bandwidth"] is not None for record in records)
     what, key = ("Percent of the copy bandwidth", "percent_of_bandwidth") if measured else ("Times in us", "p50_us")
@@ -186,6 +191,7 @@ def _show_hand_over(records: Sequence[Record]) -> str:
 _SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Any]], str]]] = {
     "machine": ("Machine", _show_machine),
     "test": ("Tests", _show_tests),
+    "precompile": ("Kernels of steps, compiled ahead", _show_precompiled),
     "decode": ("Decoding", decode_tables),
     "kernel": ("Kernels", _show_kernels),
     "small_m": ("Linear layers of the library", _show_small_m),

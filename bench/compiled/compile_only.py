@@ -26,7 +26,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["CompiledKernel", "compile_launches"]
+__all__ = ["CompiledKernel", "compile_launches", "compile_only"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +102,33 @@ class _CompileOnlyDriver(DriverBase):
 
 
 @contextmanager
+def compile_only(capability: int) -> Iterator[Callable[..., Any]]:
+    """Yield a function that compiles a launch, given its kernel and arguments, and returns the compiled kernel."""
+    run = JITFunction.run
+    active = driver._active  # reset_active() would look for a GPU
+    driver.set_active(_CompileOnlyDriver(capability))
+    try:
+        yield lambda kernel, *args, **kwargs: run(kernel, *args, **kwargs | {"warmup": True})
+    finally:
+        driver._active = active
+
+
+@contextmanager
 def _recorded_launches(capability: int) -> Iterator[list[Any]]:
     """Compile launches instead of running them, and collect the compiled kernels."""
     kernels: list[Any] = []
     run = JITFunction.run
+    with compile_only(capability) as compile_launch:
 
-    def record(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kernels.append(run(self, *args, **kwargs | {"warmup": True}))
-        return kernels[-1]
+        def record(self: Any, *args: Any, **kwargs: Any) -> Any:
+            kernels.append(compile_launch(self, *args, **kwargs))
+            return kernels[-1]
 
-    active = driver._active  # reset_active() would look for a GPU
-    driver.set_active(_CompileOnlyDriver(capability))
-    JITFunction.run = record
-    try:
-        yield kernels
-    finally:
-        JITFunction.run = run
-        driver._active = active
+        JITFunction.run = record
+        try:
+            yield kernels
+        finally:
+            JITFunction.run = run
 
 
 @functools.cache  # many shapes compile to the same kernel, and the tools are not fast

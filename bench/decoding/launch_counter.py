@@ -12,7 +12,7 @@ State bytes      the part of them that was there before the step: weights, and k
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -106,6 +106,7 @@ def count_step(
     context: int = 2048,
     acceptance: AcceptanceRule | None = None,
     processing: Processing | None = None,
+    on_launch: Callable[..., Any] | None = None,
 ) -> StepLaunches:
     """Count one step.
 
@@ -116,6 +117,7 @@ def count_step(
         context: tokens of the text of every row, and room for no more.
         acceptance: the acceptance rule; greedy by default.
         processing: what happens to the logits; nothing by default.
+        on_launch: called with each kernel of Triton's that a step would launch, and its arguments.
 
     Raises:
         ValueError: a target with data, or without kernels.
@@ -134,7 +136,7 @@ def count_step(
     timer = _Phases()
     needs_logits = decoder.acceptance.needs_logits or not processing.is_idle
     generation = Generation(target, own, rule, state, None, processing, timer, needs_logits)
-    counter = _Launches(timer)
+    counter = _Launches(timer, on_launch)
     with (
         torch.inference_mode(),
         target.hooked(),
@@ -168,12 +170,14 @@ class _Launches(TorchDispatchMode):
 
     Args:
         phases: knows the phase.
+        on_launch: as of `count_step`.
     """
 
-    def __init__(self, phases: _Phases) -> None:
+    def __init__(self, phases: _Phases, on_launch: Callable[..., Any] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[Launch] = []
         self._phases = phases
+        self._on_launch = on_launch
         self._state: set[int] = set()
 
     @contextmanager
@@ -206,7 +210,9 @@ class _Launches(TorchDispatchMode):
         """Note launches of Triton's kernels, compiled or interpreted, and launch none."""
         counter = self
 
-        def note(kernel: Any, *args: Any, **_settings: Any) -> None:
+        def note(kernel: Any, *args: Any, **settings: Any) -> None:
+            if counter._on_launch is not None:
+                counter._on_launch(kernel, *args, **settings)
             pointers = [
                 value for name, value in zip(kernel.arg_names, args, strict=False) if name not in _TOUCHED_BY_ROWS
             ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import tarfile
 import threading
@@ -17,7 +18,7 @@ from specdec.bench.campaign.stages import ROOT, Stage
 from specdec.bench.campaign.state import RUNNING, State, next_stage, open_commands
 from specdec.bench.campaign.summary import summarize
 from specdec.bench.common.journal import AGAIN, LEFT
-from specdec.bench.common.provenance import append_record
+from specdec.bench.common.provenance import append_record, read_records
 
 
 def make_stage(name, code="pass", *, least_s=1.0, most_s=60.0, **settings):
@@ -137,6 +138,9 @@ def test_commands_of_a_stage_run_side_by_side_and_end_alone(tmp_path):
     found = run(Stage("tests", commands, 1, 60, jobs=4), tmp_path)
     assert found.wall_s < 4
     assert found.commands == {"0": DONE, **{str(i): f"failed: exit status {i}" for i in (1, 2, 3)}}
+    told = Stage("a", {"a": [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]}, 1, 60, jobs=64)
+    run(told, tmp_path)
+    assert (tmp_path / "a.log").read_text().split()[-1] == str(max(1, os.cpu_count() // 64))  # or all take every core
     commands = {name: [sys.executable, "-c", nap.format(60, 0)] for name in "ab"}
     assert run(Stage("tests", commands, 1, 60), tmp_path, limit_s=1).commands == {"a": CUT_OFF, "b": CUT_OFF}
 
@@ -295,9 +299,11 @@ def test_every_benchmark_and_test_file_is_in_a_stage(tmp_path, monkeypatch):
     tests = [*(ROOT / "tests" / "kernels").glob("test_*.py"), *(ROOT / "tests").rglob("test_*_gpu.py")]
     missing = [file.name for file in (*benchmarks, *tests) if str(file) not in parts and file.name != "test_on_gpu.py"]
     assert not missing
-    assert list(found)[:6] == ["machine", "captured", "tests", "decode_7b", "decode_8b", "kernels_first"]
+    first = ["machine", "captured", "tests", "precompile", "decode_7b", "decode_8b", "kernels_first"]
+    assert list(found)[: len(first)] == first
     assert "bench_tree_attention.py" in found["kernels_first"].commands["kernels_first"][-2]
-    assert all(stage.jobs == 1 for name, stage in found.items() if name not in ("captured", "tests", "captured_rest"))
+    untimed = ("captured", "tests", "precompile", "captured_rest")
+    assert all(stage.jobs == 1 for name, stage in found.items() if name not in untimed)
     assert all(stage.least_s <= stage.most_s for stage in found.values())
     usual = found["decode_7b"].commands["decode_7b"]
     assert usual[usual.index("--max-new-tokens") + 1] == "384"
@@ -307,3 +313,24 @@ def test_every_benchmark_and_test_file_is_in_a_stage(tmp_path, monkeypatch):
         for name in ("racecheck", "memcheck", "synccheck"):
             assert by_name[name].unavailable == why
             assert by_name[name].commands[name][2:5] == ["compute-sanitizer", "--tool", name]
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_a_step_is_compiled_once_without_a_gpu(tmp_path):
+    command = [sys.executable, "-m", "specdec.bench.decoding.precompile", "--model", "tiny", "--drafter", "none"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    compiled = []
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, "--output", tmp_path / "x.jsonl"], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        compiled.append(sorted((tmp_path / "cache").rglob("*.cubin")))
+    assert compiled[0] == compiled[1]
+    records = read_records(tmp_path / "x.jsonl")
+    assert [record["num_kernels"] for record in records] == [len(compiled[0])] * 2
+    names = {file.stem for file in compiled[0]}
+    assert any("attention" in name for name in names)
+    assert any("rms_norm" in name for name in names)
