@@ -335,6 +335,8 @@ def _add_limits(rng: random.Random, call: Call, settings: dict[str, Any]) -> Non
         settings["max_length"] = width + most
     else:
         settings["max_new_tokens"] = most
+    if most % 4 == 0:
+        settings["prefill_chunk_size"] = 1 + width % 5
     if rng.random() < 0.1:
         settings["max_time"] = rng.choice([1000.0, 1000.0, 1e-9])
     if rng.random() < 0.25:

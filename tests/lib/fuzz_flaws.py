@@ -32,6 +32,7 @@ FLAWS = [
     *_flaws("max_new_tokens", [0, -1, 64, "ten", True, 2.5]),
     *_flaws("max_length", [1, 0, "long"], max_new_tokens=None),
     *_flaws("max_time", [0.0, -1, "soon", _NAN]),
+    *_flaws("prefill_chunk_size", [0, -8, "half", 2.5]),
     *_flaws("temperature", [0.0, -1.0, "hot", True, _NAN, _INF], **_SAMPLING),
     *_flaws("top_p", [0.0, 1.5, -0.1, "most", _NAN], **_SAMPLING),
     *_flaws("top_k", [-3, 2.5, "all"], **_SAMPLING),
