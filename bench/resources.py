@@ -22,7 +22,7 @@ import triton
 
 from specdec.bench.common.shapes import LLAMA_2_7B, LLAMA_3_8B, TINY, VICUNA_13B, ModelShape, TreeSize
 from specdec.bench.compiled.compile_only import CompiledKernel, compile_launches
-from specdec.kernels import accept_greedy, add_rms_norm, kv_compact, rms_norm, tree_attention, tree_expand
+from specdec.kernels import accept_greedy, add_rms_norm, commit_pairs, kv_compact, rms_norm, tree_attention, tree_expand
 from specdec.kernels.accept_naive import accept_naive
 from specdec.kernels.accept_rejection import accept_rejection
 from specdec.kernels.accept_traversal import accept_traversal
@@ -76,12 +76,8 @@ def cases() -> dict[str, Launch]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     mistral = replace(LLAMA_3_8B, name="Mistral-7B-window")
     attention: list[tuple[ModelShape, TreeSize, torch.dtype]] = [
-        *[
-            (LLAMA_2_7B, _PLAIN, bf16),
-            (LLAMA_2_7B, _NARROW, bf16),
-            (LLAMA_2_7B, _WIDE, bf16),
-            (LLAMA_2_7B, _WIDE, fp16),
-        ],
+        *[(LLAMA_2_7B, tree, bf16) for tree in (_PLAIN, _NARROW, _WIDE)],
+        (LLAMA_2_7B, _WIDE, fp16),
         *[(LLAMA_3_8B, _PLAIN, bf16), (LLAMA_3_8B, _WIDE, bf16), (mistral, _WIDE, bf16), (VICUNA_13B, _WIDE, bf16)],
         *[(TINY, _PLAIN, fp32), (TINY, _WIDE, fp16)],
         *[(_HEAD_DIM_80, _WIDE, bf16), (_HEAD_DIM_256, _WIDE, bf16), (_HEAD_DIM_256, _WIDE, fp32)],
@@ -103,10 +99,11 @@ def cases() -> dict[str, Launch]:
 def _glue_cases() -> dict[str, Launch]:
     """Launches of the small kernels around the target's layers and of dynamic trees."""
     bf16 = torch.bfloat16
-    found: dict[str, Launch] = {}
+    found = {_name("commit_pairs_keep", LLAMA_3_8B, _WIDE, bf16): _commit_pairs(LLAMA_3_8B, _WIDE, bf16, keep=3)}
     for model, dtype in _IN_THEIR_DTYPES:
         found[_name("rope_kv_write", model, _WIDE, dtype)] = _rope_kv_write(model, _WIDE, dtype)
         found[_name("swiglu", model, None, dtype)] = _swiglu(model, dtype)
+        found[_name("commit_pairs", model, _WIDE, dtype)] = _commit_pairs(model, _WIDE, dtype, keep=0)
     for model in [_HEAD_DIM_80, _HEAD_DIM_256]:
         found[_name("rope_kv_write", model, _WIDE, bf16)] = _rope_kv_write(model, _WIDE, bf16)
     for lists, tree in [(1, _PLAIN), (51, _WIDE), (204, _LARGEST)]:  # of 10 candidates
@@ -208,6 +205,13 @@ def _kv_compact(model: ModelShape, tree: TreeSize, dtype: torch.dtype) -> Launch
     return _launch(kv_compact, cache, _int32(1), _int32(1, tree.max_depth + 1), _int32(1))
 
 
+def _commit_pairs(model: ModelShape, tree: TreeSize, dtype: torch.dtype, *, keep: int) -> Launch:
+    num_new, num_places = tree.max_depth + 1, tree.max_depth + 1 + keep
+    states = torch.empty(1, tree.num_nodes, model.hidden_size, dtype=dtype, device="meta")
+    pending = states[:, :num_places], _int32(1, num_places), _int32(1), _int32(1).long()
+    return _launch(commit_pairs, *pending, states, _int32(1, num_new), _int32(1, num_new), _int32(1), keep=keep)
+
+
 def _rms_norm(model: ModelShape, dtype: torch.dtype) -> Launch:
     x = torch.empty(64, model.hidden_size, dtype=dtype, device="meta")
     return _launch(rms_norm, x, x[0], eps=1e-5)
@@ -238,9 +242,8 @@ def _tree_rerank(lists: int, tree: TreeSize) -> Launch:
 
 
 def _beam_step(lists: int) -> Launch:
-    tokens, logps = _int32(1, lists, 10), torch.empty(1, lists, 10, device="meta")
-    per_list = logps[..., 0].contiguous()
-    return _launch(beam_step, tokens, logps, per_list, width=10, logsumexp=per_list)
+    level, per_list = (_int32(1, lists, 10), _uniform(1, lists, 10)), _uniform(1, lists)
+    return _launch(beam_step, *level, per_list, width=10, logsumexp=per_list)
 
 
 def _tree_expand(tree: TreeSize) -> Launch:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specdec.kernels.accept_rejection import accept_rejection
     from specdec.kernels.accept_traversal import accept_traversal
     from specdec.kernels.accept_typical import accept_typical
+    from specdec.kernels.commit_pairs import commit_pairs
     from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
     from specdec.kernels.common.launch import Backend, LaunchConfig
     from specdec.kernels.common.topk import TopK
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
     from specdec.kernels.tree_rerank import beam_step, tree_rerank
 
 __all__ = ["Backend", "Beam", "LaunchConfig", "RerankedTree", "TopK", "Verdict", "accept_greedy", "accept_naive"]
-__all__ += ["accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "beam_step", "draft_heads"]
-__all__ += ["draft_heads_concat", "kv_compact", "lm_head_topk", "lstm_recurrence", "philox_exponential"]
-__all__ += ["philox_uniform", "rms_norm", "rope_kv_write", "sample_probs", "sample_race", "skinny_linear", "swiglu"]
-__all__ += ["tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
+__all__ += ["accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "beam_step", "commit_pairs"]
+__all__ += ["draft_heads", "draft_heads_concat", "kv_compact", "lm_head_topk", "lstm_recurrence"]
+__all__ += ["philox_exponential", "philox_uniform", "rms_norm", "rope_kv_write", "sample_probs", "sample_race"]
+__all__ += ["skinny_linear", "swiglu", "tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
 
 # Every other name lives in a module of its own name.
 _MODULES = {

@@ -15,8 +15,9 @@ A function returns the cost of one call; for an op of a layer, of one layer. Siz
 from dataclasses import dataclass
 
 __all__ = ["H200", "Cost", "Machine", "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal"]
-__all__ += ["accept_typical", "beam_step", "draft_heads", "draft_heads_concat", "kv_compact", "lm_head_topk"]
-__all__ += ["lstm_recurrence", "philox_uniform", "rms_norm", "rope_kv_write", "sample_race", "skinny_linear", "swiglu"]
+__all__ += ["accept_typical", "beam_step", "commit_pairs", "draft_heads", "draft_heads_concat", "kv_compact"]
+__all__ += ["lm_head_topk", "lstm_recurrence", "philox_uniform", "rms_norm", "rope_kv_write", "sample_race"]
+__all__ += ["skinny_linear", "swiglu"]
 __all__ += ["tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
 
 _INT32_BYTES = 4
@@ -104,6 +105,12 @@ def kv_compact(
     """
     moved = 2 * num_moved * 2 * num_layers * num_kv_heads * head_dim * element_bytes
     return Cost(num_bytes=moved + batch * (path_length + 2) * _INT32_BYTES)
+
+
+def commit_pairs(*, batch: int, path_length: int, width: int, element_bytes: int) -> Cost:
+    """Cost of commit_pairs without pairs to keep: a state per place in and out; the verdict, tokens and counts."""
+    num_numbers = 3 * path_length + 2 + 2  # path, tokens in and out, accepted, count, and a place of twice the size
+    return Cost(num_bytes=batch * (2 * path_length * width * element_bytes + num_numbers * _INT32_BYTES))
 
 
 def tree_expand(*, batch: int, num_nodes: int, candidate_bytes: int) -> Cost:

@@ -30,7 +30,8 @@ __all__ = ["OPS", "main"]
 # by the names of their benchmarks
 OPS = (
     *("tree_attention", "skinny_linear", "draft_heads", "lm_head_topk"),  # the last to arrive merges
-    *("kv_compact", "rope_kv_write", "tree_rerank", "sample_probs"),  # changed in place, or read after being stored
+    # changed in place, or read after being stored
+    *("kv_compact", "commit_pairs", "rope_kv_write", "tree_rerank", "sample_probs"),
     *("accept_rejection", "accept_typical"),  # loads through shared memory ahead of their use, and gathers there
 )
 

@@ -121,7 +121,7 @@ class AmphistaNetwork(DraftNetwork):
                 nn.init.normal_(weight, std=0.02)
 
     def adapt(
-        self, features: torch.Tensor, embedded: torch.Tensor | None, positions: torch.Tensor, attend: Attend
+        self, features: torch.Tensor, embedded: torch.Tensor | None, positions: torch.Tensor | None, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the staged adaptation layers over pairs (h_t, x_{t+1}).
 
@@ -175,7 +175,7 @@ class AmphistaNetwork(DraftNetwork):
         return LMHeads(self.lm_head[heads], down, backend=self.backend)
 
     def forward(
-        self, features: torch.Tensor, embedded: torch.Tensor | None, positions: torch.Tensor, attend: Attend
+        self, features: torch.Tensor, embedded: torch.Tensor | None, positions: torch.Tensor | None, attend: Attend
     ) -> torch.Tensor:
         """States of all heads after every pair, [B, T, K, C]; arguments as in `adapt`."""
         first, second = self.adapt(features, embedded, positions, attend)

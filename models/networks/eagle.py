@@ -67,7 +67,7 @@ class EagleNetwork(DraftNetwork):
         return features
 
     def forward(
-        self, states: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, states: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor | None, attend: Attend
     ) -> torch.Tensor:
         """The states that follow.
 

@@ -173,7 +173,7 @@ class Eagle3Network(DraftNetwork):
         return self.fc(features)
 
     def forward(
-        self, states: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, states: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor | None, attend: Attend
     ) -> torch.Tensor:
         """As `EagleNetwork`; `embedded` is of `embed_tokens` if there is one."""
         residual, attention_input = self.midlayer.read(embedded.to(states.dtype), states, self.backend)

@@ -82,7 +82,7 @@ class FalconNetwork(DraftNetwork):
         self.rotary = Rotary(config.layer)
 
     def forward(
-        self, features: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, features: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor | None, attend: Attend
     ) -> torch.Tensor:
         """Guesses at all pairs of texts, from their beginning.
 
@@ -102,7 +102,7 @@ class FalconNetwork(DraftNetwork):
             fused = self.lstm(joined.flatten(0, 1)[:, None])[0].view(*joined.shape[:2], -1)
         return self.decode(fused, positions, attend)
 
-    def decode(self, fused: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def decode(self, fused: torch.Tensor, positions: torch.Tensor | None, attend: Attend) -> torch.Tensor:
         """The decoder layer: [B, T, C] outputs of the LSTM to guesses of states."""
         return self.layers[0](fused, self.rotary.at(fused, positions), attend, backend=self.backend)
 

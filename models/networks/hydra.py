@@ -138,7 +138,7 @@ class _Prefix(nn.Module):
         self.rotary = Rotary(config)
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, backend: Backend | None
+        self, hidden: torch.Tensor, positions: torch.Tensor | None, attend: Attend, backend: Backend | None
     ) -> torch.Tensor:
         return self.layer(hidden, self.rotary.at(hidden, positions), attend, backend=backend, norm=self.norm)
 
@@ -154,7 +154,7 @@ class HydraNetwork(DraftNetwork):
         self.heads = nn.ModuleList(_Head(config, num_parts=2 + index) for index in range(config.num_heads))
         self.prefix = None if config.prefix is None else _Prefix(config.prefix)
 
-    def encode(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def encode(self, hidden: torch.Tensor, positions: torch.Tensor | None, attend: Attend) -> torch.Tensor:
         """What the heads read: the output of prefix attention, or without it the states themselves.
 
         Args:

@@ -66,11 +66,18 @@ class CachedAttention:
         cache: of the draft network.
         visible: the pass.
         table: [P, D] of `rotary_table`, for all positions of the cache; None where there can be none.
+        places: [1, P] int32, the numbers from 0.
     """
 
     cache: KVCache
     visible: PromptPass | TreePass
     table: torch.Tensor | None
+    places: torch.Tensor
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """[B, T] int64 positions of the pass, which a network needs where cosines and sines are in no table."""
+        return self.visible.positions if self.table is None else None
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: "Rotation"
@@ -83,8 +90,21 @@ class CachedAttention:
             query = rotation.rotate(query)
         else:
             memory = held.keys.transpose(1, 2), held.values.transpose(1, 2)
-            positions, slots = visible.positions.int(), visible.slots.int()
-            query = rope_kv_write(query, key, value, positions, self.table, slots, *memory, backend=self.cache.backend)
+            # the nodes of a tree count from the length of their row
+            of_tree = visible if isinstance(visible, TreePass) else None
+            first = visible.first_node if isinstance(visible, TreePass) else visible.start
+            slots = self.places[:, first : first + query.shape[1]]
+            query = rope_kv_write(
+                query,
+                key,
+                value,
+                slots if of_tree is None else of_tree.depth,
+                self.table,
+                slots,
+                *memory,
+                lengths=None if of_tree is None else of_tree.lengths,
+                backend=self.cache.backend,
+            )
         return visible.attend(query.transpose(1, 2), held.keys, held.values, scale=query.shape[-1] ** -0.5, window=None)
 
 
@@ -239,15 +259,15 @@ class Rotary(nn.Module):
         cos, sin = self.tables(like, positions)
         return cos[:, :, None], sin[:, :, None]
 
-    def at(self, like: torch.Tensor, positions: torch.Tensor) -> "Rotation":
-        """The embedding at positions [B or 1, T], in the dtype of `like`."""
+    def at(self, like: torch.Tensor, positions: torch.Tensor | None) -> "Rotation":
+        """The embedding at positions [B or 1, T], in the dtype of `like`; None if attention looks them up itself."""
         return Rotation(self, like, positions)
 
 
 class Rotation:
     """The rotary embedding at the positions of one pass; cosines and sines are made when they are first asked for."""
 
-    def __init__(self, rotary: Rotary, like: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(self, rotary: Rotary, like: torch.Tensor, positions: torch.Tensor | None) -> None:
         self._of = rotary, like, positions
 
     @cached_property

@@ -94,7 +94,7 @@ class ParallelSpecNetwork(DraftNetwork):
         given = features[..., None, :] if self.mask_features is None else self.mask_features[:num_masks]
         return self.fc(torch.cat((masks, given.expand_as(masks)), -1))
 
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor | None, attend: Attend) -> torch.Tensor:
         """States that enter the LM head.
 
         Args:

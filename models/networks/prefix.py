@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.kernels.commit_pairs import commit_pairs
 from specdec.kernels.common.launch import resolve_backend
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
@@ -31,22 +32,26 @@ class Pairs:
 
     Attributes:
         features: [B, T, F] states of the target.
-        tokens: [B, T] int64, the token after each state.
-        counts: [B] int64, pairs that are real; 0 for a finished row.
-        positions: [B or 1, T] int64, index of each pair in the text.
+        tokens: [B, T] int32 or int64, the token after each state.
+        counts: [B] int32, pairs that are real; 0 for a finished row.
+        newest: [B] and [B] int64, the rows and the place of each one's last real pair.
         attend: how the network's layers attend.
     """
 
     features: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
-    positions: torch.Tensor
+    newest: tuple[torch.Tensor, torch.Tensor]
     attend: CachedAttention
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """[B, T] int64, index of each pair in the text, where the network has to know."""
+        return self.attend.positions
 
     def last(self, states: torch.Tensor) -> torch.Tensor:
         """Of `states [B, T, ...]`, the one at each row's last real pair: [B, ...]."""
-        rows = torch.arange(states.shape[0], device=states.device)
-        return states[rows, (self.counts - 1).clamp(min=0)]
+        return states[self.newest]
 
 
 class FeaturePrefix:
@@ -70,22 +75,24 @@ class FeaturePrefix:
         self.width = max_new + keep
         self.keep = keep
         self._table = rotary_table(layer, cache.capacity, device)
-        self._columns = torch.arange(self.width, device=device)
+        self._places = torch.arange(cache.capacity, dtype=torch.int32, device=device)[None]
+        self._rows = torch.arange(batch_size, device=device)
         self._chain = pack_words(torch.ones(1, self.width, self.width, device=device).tril().bool())
         # what is pending: always these tensors, as a captured step is replayed on their addresses
         self._features = torch.zeros(batch_size, self.width, feature_size, dtype=cache.data.dtype, device=device)
-        self._tokens = torch.zeros(batch_size, self.width, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(batch_size, self.width, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self._kept = torch.zeros_like(self._counts)
+        self._last = torch.zeros(batch_size, dtype=torch.int64, device=device)
 
     @property
     def counts(self) -> torch.Tensor:
-        """[B] int64, real pairs that the next `read` gives; 0 for a finished row."""
+        """[B] int32, real pairs that the next `read` gives; 0 for a finished row."""
         return self._counts
 
     @property
     def kept(self) -> torch.Tensor:
-        """[B] int64, how many of these were given by the last `read` too; 0 after a prompt."""
+        """[B] int32, how many of these were given by the last `read` too; 0 after a prompt."""
         return self._kept
 
     def start(
@@ -105,7 +112,7 @@ class FeaturePrefix:
         """
         num_places, num_pairs = features.shape[1], min(features.shape[1], tokens.shape[1] - 1 - first)
         self.cache.lengths.copy_((lengths - 1 - self.keep).clamp(min=0))
-        pending = self.cache.lengths.long()[:, None] + self._columns
+        pending = self.cache.lengths.long()[:, None] + self._places[:, : self.width]
         place = (pending - first)[:, :, None].expand(-1, -1, features.shape[2])
         found = features.gather(1, place.clamp(0, num_places - 1))
         # places before the chunk were found in theirs; those behind it, or behind the row, hold some state or other
@@ -113,14 +120,16 @@ class FeaturePrefix:
         self._tokens.copy_(tokens.gather(1, (pending + 1).clamp(max=tokens.shape[1] - 1)))
         self._counts.copy_(lengths - self.cache.lengths)
         self._kept.zero_()
+        self._last.copy_((self._counts - 1).clamp(min=0))
         if num_pairs <= 0:
             return None
         visible = PromptPass(start=first, num_tokens=num_pairs, batch_size=tokens.shape[0], device=tokens.device)
+        counts = (self.cache.lengths - first).clamp(0, num_pairs)
         return Pairs(
             features=features[:, :num_pairs],
             tokens=tokens[:, first + 1 : first + 1 + num_pairs],
-            counts=(self.cache.lengths.long() - first).clamp(0, num_pairs),
-            positions=visible.positions,
+            counts=counts,
+            newest=(self._rows, (counts - 1).clamp(min=0).long()),
             attend=self.attention(visible),
         )
 
@@ -131,10 +140,10 @@ class FeaturePrefix:
             root: [B] int32 last emitted token: that of each row's last pair.
             ancestors: [B or 1, width, W] int32 words of what each pair sees of the pending ones; causal by default.
         """
-        last = (self._counts - 1).clamp(min=0)[:, None]
-        self._tokens.scatter_(1, last, root.long()[:, None])
-        visible = self.visible(self._columns.int()[None], self._chain if ancestors is None else ancestors)
-        return Pairs(self._features, self._tokens, self._counts, visible.positions, self.attention(visible))
+        self._tokens.scatter_(1, self._last[:, None], root[:, None])
+        visible = self.visible(self._places[:, : self.width], self._chain if ancestors is None else ancestors)
+        newest = self._rows, self._last
+        return Pairs(self._features, self._tokens, self._counts, newest, self.attention(visible))
 
     def visible(self, depth: torch.Tensor, ancestors: torch.Tensor, *, first_node: int = 0) -> TreePass:
         """A pass over nodes behind the cache.
@@ -155,30 +164,19 @@ class FeaturePrefix:
 
     def attention(self, visible: PromptPass | TreePass) -> CachedAttention:
         """Attention of a pass to this text."""
-        return CachedAttention(self.cache, visible, self._table)
+        return CachedAttention(self.cache, visible, self._table, self._places)
 
     def advance(self) -> None:
         """Count the pairs of the last `read` as committed, all but those to keep."""
-        self.cache.lengths += (self._counts - self.keep).clamp(min=0).int()
         if self.keep:
-            self._kept.copy_(self._counts.clamp(max=self.keep))
+            torch.clamp(self._counts, max=self.keep, out=self._kept)
+        self.cache.lengths += self._counts - self._kept if self.keep else self._counts
 
     def commit(self, verdict: Verdict, features: torch.Tensor) -> None:
         """Take in the accepted nodes; `features [B, N, F]` are the target's at all nodes.
 
         Rows that have finished gain nothing.
         """
-        path = verdict.path.clamp(min=0).long()
-        new = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
-        tokens = verdict.emitted.clamp(min=0).long()
-        if self.keep:
-            # kept pairs first, then the new ones: both ragged, so that places are looked up
-            kept = self._kept[:, None]
-            source = torch.where(
-                self._columns < kept, self._counts[:, None] - kept + self._columns, self.width + self._columns - kept
-            ).clamp(max=self.width + path.shape[1] - 1)
-            new = torch.cat((self._features, new), 1).gather(1, source[:, :, None].expand(-1, -1, features.shape[2]))
-            tokens = torch.cat((self._tokens, tokens), 1).gather(1, source)
-        self._features.copy_(new)
-        self._tokens.copy_(tokens)
-        self._counts.copy_(verdict.num_emitted + self._kept if self.keep else verdict.num_emitted)
+        pending = self._features, self._tokens, self._counts, self._last
+        step = verdict.path, verdict.emitted, verdict.num_accepted
+        commit_pairs(*pending, features, *step, keep=self.keep, backend=self.cache.backend)

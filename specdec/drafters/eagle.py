@@ -80,7 +80,8 @@ class Eagle(NetworkDrafter):
         else:
             self._num_slots = self.shape.depth * self.shape.top_k
             self._own_bits = pack_words(torch.eye(self._num_slots, dtype=torch.bool)).to(target.device)
-            self._pass_depth = torch.arange(self.shape.depth, dtype=torch.int32, device=target.device)
+            depths = torch.arange(self.shape.depth, dtype=torch.int32, device=target.device)
+            self._pass_depth = depths[:, None, None].repeat(1, 1, self.shape.top_k)
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """Keys and values of the layer, for the text and for the nodes that are extended."""
@@ -93,12 +94,12 @@ class Eagle(NetworkDrafter):
         """Read the prompt."""
         pairs = self._prefix.start(prompt.tokens, prompt.lengths, self._features(output), first=output.first)
         if pairs is not None:
-            self._run(self.network.read(pairs.features), pairs.tokens, pairs.positions, pairs.attend)
+            self._run(self.network.read(pairs.features), pairs.tokens, pairs.attend)
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass over the tokens that are new, then one per depth over nodes that are extended."""
         pairs = self._prefix.read(root)
-        states = self._run(self.network.read(pairs.features), pairs.tokens, pairs.positions, pairs.attend)
+        states = self._run(self.network.read(pairs.features), pairs.tokens, pairs.attend)
         self._prefix.advance()
         first = pairs.last(states)[:, None]
         if isinstance(self.shape, DynamicTree):
@@ -148,7 +149,7 @@ class Eagle(NetworkDrafter):
             states = self._extend(
                 _rows(states, beam.row),
                 beam.tokens,
-                self._pass_depth[depth].expand(1, width),
+                self._pass_depth[depth],
                 ancestors[:, :, : (slots.stop + 31) // 32],
                 slots.start,
             )
@@ -176,12 +177,10 @@ class Eagle(NetworkDrafter):
     ) -> torch.Tensor:
         """Feed nodes `tokens [B, n]`, each with its parent's state; returns [B, n, C]."""
         visible = self._prefix.visible(depth, ancestors, first_node=first_slot)
-        return self._run(states, tokens, visible.positions, self._prefix.attention(visible))
+        return self._run(states, tokens, self._prefix.attention(visible))
 
-    def _run(
-        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: CachedAttention
-    ) -> torch.Tensor:
-        return self.network(states, self.embed(tokens), positions, attend)
+    def _run(self, states: torch.Tensor, tokens: torch.Tensor, attend: CachedAttention) -> torch.Tensor:
+        return self.network(states, self.embed(tokens), attend.positions, attend)
 
     def _choose(self, states: torch.Tensor, choose: Choose) -> Candidates:
         """Candidates after each of `states [B, n, C]`, as tokens of the target."""

@@ -173,7 +173,8 @@ class Falcon(NetworkDrafter):
         features = features.unflatten(1, (-1, block_size))[:, blocks.parent]
         fused, after = self.network.fuse(features, self.embed(tokens), states, source=blocks.parent)
         visible = self._prefix.visible(seen.depth, seen.ancestors, first_node=blocks.first_slot)
-        guesses = self.network.decode(fused.flatten(1, 2), visible.positions, self._prefix.attention(visible))
+        attend = self._prefix.attention(visible)
+        guesses = self.network.decode(fused.flatten(1, 2), attend.positions, attend)
         return guesses, after
 
 

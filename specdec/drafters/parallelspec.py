@@ -100,7 +100,8 @@ class ParallelSpec(NetworkDrafter):
             ),
             1,
         )
-        states = network(inputs, visible.positions, self._prefix.attention(visible))
+        attend = self._prefix.attention(visible)
+        states = network(inputs, attend.positions, attend)
         self._prefix.advance()
         width = pairs.tokens.shape[1]
         states = torch.cat((pairs.last(states[:, :width])[:, None], states[:, width:]), 1)

@@ -116,8 +116,8 @@ def test_a_network_that_knows_the_target_is_always_right(generator):
     ]
     truth = [model.model(torch.tensor(text)[None]).last_hidden_state[0] for text in plain]
 
-    def perfect(states, embedded, positions, attend):
-        positions = positions.expand(states.shape[:2])
+    def perfect(states, embedded, _, attend):
+        positions = attend.visible.positions.expand(states.shape[:2])
         rows = [row[position + 1] for row, position in zip(truth, positions.clamp(max=20), strict=True)]
         return torch.stack(rows)
 

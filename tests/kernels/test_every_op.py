@@ -25,6 +25,7 @@ LAST_PROGRAMS = {
     "accept_typical": (6, 6, 2),
     "add_rms_norm": (2, 0, 0),
     "beam_step": (2, 0, 0),
+    "commit_pairs": (2, 2, 0),
     "draft_heads": (0, 17, 1),
     "draft_heads_concat": (0, 1, 1),
     "kv_compact": (1, 3, 2),

@@ -25,6 +25,21 @@ def nothing(tensor):
 
 # how the arguments of an op's small call are changed, the error, and how its message begins
 REJECTED = {
+    "commit_pairs": [
+        ({"features_": lambda t: t[0]}, ValueError, "features_: expected shape [any, any, any], got [6, 16]"),
+        ({"features_": lambda t: t.int()}, TypeError, "features_: expected torch.float32 or torch.float16"),
+        ({"tokens_": lambda t: t.long()}, TypeError, "tokens_: expected torch.int32, got torch.int64"),
+        ({"tokens_": lambda t: t[:, :5]}, ValueError, "tokens_: expected shape [3, 6], got [3, 5]"),
+        ({"counts_": one}, ValueError, "counts_: expected shape [3], got [1]"),
+        ({"last_": lambda t: t.int()}, TypeError, "last_: expected torch.int64, got torch.int32"),
+        ({"states": lambda t: t[..., :5]}, ValueError, "states: expected shape [3, any, 16], got [3, 7, 5]"),
+        ({"states": lambda t: t.half()}, TypeError, "states: expected torch.float32, got torch.float16"),
+        ({"path": lambda t: t[:, :2]}, ValueError, "path: expected shape [3, 4], got [3, 2]"),
+        ({"emitted": one}, ValueError, "emitted: expected shape [3, 4], got [1, 4]"),
+        ({"num_accepted": lambda t: t[:, None]}, ValueError, "num_accepted: expected shape [3], got [3, 1]"),
+        ({"keep": lambda _: 6}, ValueError, "keep: expected 0 to 5, fewer than there are places, got 6"),
+        ({"keep": lambda _: -1}, ValueError, "keep: expected 0 to 5, fewer than there are places, got -1"),
+    ],
     "draft_heads": [
         ({"x": lambda t: t[0, 0]}, ValueError, "x: expected shape [2, any, 16], got [16]"),
         ({"x": lambda t: t[0, :, :5]}, ValueError, "x: expected shape [any, 16], got [3, 5]"),

@@ -75,6 +75,14 @@ def lstm_call(generator, num_sequences, width=70):
     return (given, weight, bias), {"state": state, "source": source} | steps
 
 
+def pairs_of(generator, path, width, *, keep):
+    """The call of `commit_pairs` after a step with this path: rows with old pairs, without new ones and full."""
+    num_new = path.shape[1]
+    features, states = (randn(generator, BATCH, num, width) for num in (num_new + keep, 7))
+    pending = features, randint(generator, 0, 9, BATCH, num_new + keep), int32([num_new, 1, 2]), int64([0, 0, 0])
+    return (*pending, states, path, path + 1, int32([1, -1, num_new - 1])), {"keep": keep}
+
+
 def calls(sizes):
     """A call of every op, as (positional, keyword) arguments."""
     g = torch.Generator().manual_seed(1)
@@ -117,6 +125,7 @@ def calls(sizes):
         "accept_typical": ((tokens, parent, logits, None), limits | {"threshold": 0.1, "alpha": 0.3}),
         "add_rms_norm": ((randn(g, *rows, width), randn(g, *rows, width), randn(g, width)), {"eps": 1e-5}),
         "beam_step": (level, {"width": beams, "first_index": 4, "logsumexp": rand(g, BATCH, beams)}),
+        "commit_pairs": pairs_of(g, path, width, keep=2 * (sizes is SMALL)),
         "draft_heads": ((states, heads, randn(g, *heads.shape[:2])), {}),
         "draft_heads_concat": ((parts, mixing[0], bias[0], mixing[1], bias[1]), {}),
         "kv_compact": ((cache, lengths.clamp(max=2), path, int32([0, path.shape[1] - 1, 2])), {}),

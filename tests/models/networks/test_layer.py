@@ -71,10 +71,11 @@ def drafting_way(layer, rotary, config, x, norm, backend):
         num_nodes=num_nodes,
         backend=backend,
     )
+    places = torch.arange(cache.capacity, dtype=torch.int32)[None]
     parts = []
     for visible, part in ((prompt, x[:, :NUM_PROMPT]), (chain, x[:, NUM_PROMPT:])):
-        rotation = rotary.at(part, visible.positions)
-        parts.append(layer(part, rotation, CachedAttention(cache, visible, table), backend=backend, norm=norm))
+        attend = CachedAttention(cache, visible, table, places)
+        parts.append(layer(part, rotary.at(part, attend.positions), attend, backend=backend, norm=norm))
     return torch.cat(parts, 1)
 
 
