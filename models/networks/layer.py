@@ -244,14 +244,18 @@ class Rotary(nn.Module):
             rope_parameters=dict(config.rope_parameters),
         )
         self.tables = LlamaRotaryEmbedding(llama)
-        self._llama = llama
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Rotary":
-        """As nn.Module, but the frequencies stay in fp32: rounded ones are radians off at far positions."""
+        """As nn.Module, but the tables stay in fp32: rounded frequencies are radians off at far positions.
+
+        They are the same tensors as before, unless the device changes: captured steps read them where they lie.
+        """
+        before = dict(self.tables._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        inv_freq = self.tables.inv_freq
-        if inv_freq.dtype != torch.float32:
-            self.tables = LlamaRotaryEmbedding(self._llama).to(inv_freq.device)
+        for name, table in before.items():
+            moved = self.tables._buffers[name]
+            if table is not None and moved is not None:
+                self.tables._buffers[name] = table.to(moved.device)
         return self
 
     def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

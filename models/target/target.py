@@ -23,6 +23,7 @@ from specdec.kernels.common.launch import Backend, resolve_backend
 from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.passes import PromptPass, TreePass
+from specdec.models.common.placing import in_eval_mode
 from specdec.models.target.families import FAMILIES, check_model, decoder_layers, sliding_window_of
 from specdec.models.target.fused import FusedPath
 from specdec.models.target.modules import Tap
@@ -74,9 +75,8 @@ class Target:
         check_model(model, may_lack_data=backend is not None)  # whoever names the backend may count launches
         config = model.config.get_text_config(decoder=True)
         self.model = model
-        self.device: torch.device = next(model.parameters()).device
-        self.dtype: torch.dtype = model.dtype
-        self.backend: Backend = resolve_backend(torch.empty(0, device=self.device), backend)
+        self._asked = backend, fused
+        self._place: tuple[torch.device, torch.dtype] | None = None
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -85,7 +85,7 @@ class Target:
         if self.sharding is not None:
             self.num_heads = self.num_heads // self.num_kv_heads * self.sharding.num_kv_heads
             self.num_kv_heads = self.sharding.num_kv_heads
-        self.fused: bool = self.sharding is None and (self.backend == "triton" if fused is None else fused)
+        self.follow_model()
         head = model.get_output_embeddings()  # may be quantized: its features tell more than its weight
         self.hidden_size: int = head.in_features
         self.vocab_size: int = head.out_features
@@ -98,6 +98,15 @@ class Target:
         if config.model_type not in FAMILIES and model not in _COMPARED:
             self._compare_with_own_forward()
             _COMPARED.add(model)
+
+    def follow_model(self) -> None:
+        """Look up where the model is, as it may have been moved or have got another dtype."""
+        model, (backend, fused) = self.model, self._asked
+        device, dtype = next(model.parameters()).device, model.dtype
+        if (device, dtype) != self._place:
+            self._place = self.device, self.dtype = device, dtype
+            self.backend: Backend = resolve_backend(torch.empty(0, device=device), backend)
+            self.fused: bool = self.sharding is None and (self.backend == "triton" if fused is None else fused)
 
     def broadcast_from_first(self, value: T) -> T:
         """The first process's integers, where the model is sharded over several; else the value itself.
@@ -138,6 +147,10 @@ class Target:
         self.tap_layers += tuple(dict.fromkeys(layer for layer in layers if layer not in self.tap_layers))
         return [self.tap_layers.index(layer) for layer in layers]
 
+    def locked(self) -> threading.RLock:
+        """The lock of the model, which `hooked` holds too: whoever has it is the only one to run or move the model."""
+        return _LOCKS.setdefault(self.model, threading.RLock())
+
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Hook the model for the duration of the block and restore it exactly, whatever ends the block.
@@ -146,7 +159,7 @@ class Target:
         model waits; other code must not run the model meanwhile.
         """
         AttentionInterface.register(_ATTENTION_NAME, _attention)
-        with _LOCKS.setdefault(self.model, threading.RLock()):
+        with self.locked():
             self._path = self._find_path()
             modules = list(self.model.modules()) if self._path is None else self._path.modules
             attention = self.model.config._attn_implementation
@@ -154,7 +167,7 @@ class Target:
             try:
                 if attention != _ATTENTION_NAME:
                     self._set_attention(_ATTENTION_NAME)
-                with _in_eval_mode(self.model, modules), fusing, self._keeping_states():
+                with in_eval_mode(self.model, modules), fusing, self._keeping_states():
                     yield
             finally:
                 if attention != _ATTENTION_NAME:
@@ -361,7 +374,7 @@ class Target:
                 raise NotImplementedError(f"{refusal}: {error}") from error
             except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
                 raise NotImplementedError(f"{refusal}: its forward pass failed under the hook: {error}") from error
-        with _in_eval_mode(self.model, list(self.model.modules())):
+        with in_eval_mode(self.model):
             own = self.model(tokens, use_cache=False).logits[:, -1].float()
         difference = (hooked - own).abs().max().item()
         allowed = 64 * torch.finfo(self.dtype).eps * own.abs().max().clamp(min=1.0).item()
@@ -405,18 +418,6 @@ def _attention(
         raise NotImplementedError(f"attention with {', '.join(unsupported)} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return specdec_pass.attend(query, key, value, scale=float(scale), window=sliding_window), None
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    training = [module for module in modules if module.training]
-    try:
-        if training:
-            model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _own_buffers(modules: Sequence[nn.Module]) -> None:

@@ -23,6 +23,7 @@ from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Candidates, Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.placing import place
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.levels import plan_levels
 from specdec.trees.shape import MAX_NODES, TreeShape
@@ -81,7 +82,8 @@ class DraftModel(Drafter):
 
     def bind(self, target: Target) -> None:
         """Check the vocabulary, move to the target's device and lay out the levels."""
-        self.draft_target = Target(self.model.to(target.device), backend=target.backend, fused=target.fused)
+        place(self.model, target.device)
+        self.draft_target = Target(self.model, backend=target.backend, fused=target.fused)
         self._missing = target.vocab_size - self.draft_target.vocab_size
         if abs(self._missing) > MAX_PADDING:
             raise ValueError(

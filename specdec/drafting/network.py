@@ -3,6 +3,7 @@
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +15,7 @@ from specdec.drafting.folder import DrafterRecord, TargetRecord, write_folder
 from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.packing import pack_network
+from specdec.models.common.placing import in_eval_mode, place
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import DraftLayerConfig
 from specdec.models.networks.prefix import FeaturePrefix
@@ -91,7 +93,8 @@ class NetworkDrafter(Drafter):
         self.network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
         if self.shape.max_rank >= target.vocab_size:
             raise ValueError(f"tree: expected ranks below {target.vocab_size}, got {self.shape.max_rank}")
-        self.network.to(device=target.device, dtype=target.dtype).eval()
+        place(self.network, target.device, target.dtype)
+        self.network.eval()
         self.network.backend = target.backend
         pack_network(self.network, target.dtype)
         self.embed = target.model.get_input_embeddings()
@@ -101,6 +104,11 @@ class NetworkDrafter(Drafter):
         self._num_ranks = self.shape.max_rank + 1
         if isinstance(self.shape, TreeShape):
             self._template = TreeTemplate(self.shape, target.device, rows=self.lists, backend=target.backend)
+
+    def session(self) -> AbstractContextManager[None]:
+        """As `Drafter`: the network may be trained between generations, or serve another target."""
+        self.network.backend = self._target.backend
+        return in_eval_mode(self.network)
 
     @property
     def lists(self) -> Literal["depth", "parent"] | Sequence[int]:

@@ -4,7 +4,6 @@ Arguments, defaults and results follow transformers: keywords win over `generati
 own; the prompt is part of the returned ids; finished rows are filled up with the pad token.
 """
 
-import copy
 import itertools
 import logging
 import os
@@ -13,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
@@ -107,7 +107,7 @@ def generate(
         TypeError, ValueError: a bad argument, named by the message.
         NotImplementedError: a setting that is not supported (beams, ...), named by the message.
     """
-    target = model if isinstance(model, Target) else Target(model)
+    target = _target_of(model)
     config = merge_settings(target, generation_config, generation_kwargs)
     ids, is_text = read_prompts(input_ids, attention_mask, target, config)
     settings = read_settings(config, ids.shape[1], target.max_positions)
@@ -148,6 +148,13 @@ def generate(
     return _output(target, ids, is_text, settings, result, host)
 
 
+def _target_of(model: PreTrainedModel | Target) -> Target:
+    """The model's target as it is now."""
+    target = model if isinstance(model, Target) else Target(model)
+    target.follow_model()
+    return target
+
+
 def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bool, max_new_tokens: int) -> Decoder:
     """A decoder; with `keep`, that of an earlier call with the same objects, and what it captured.
 
@@ -155,14 +162,19 @@ def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bo
     only: that costs as much as a few eager steps, and no later call can use it.
     """
     known = KEPT.get(drafter) if keep else None
-    if known is not None and known.acceptance == rule and _is_same(known.target, target):
-        known.drafter.bind(known.target)  # its networks may have served another target meanwhile
+    is_known = known is not None and known.acceptance == rule and _is_same(known.target, target)
+    if known is not None and is_known and _modules(known.drafter) == _modules(drafter):
         return known
     decoder = Decoder(target, drafter, acceptance=rule, capture=keep or max_new_tokens >= LONG_TEXT)
     if keep and decoder.captured is not None:
-        decoder.drafter = copy.copy(drafter)  # a decoder that held its own key would never be dropped
-        KEPT[drafter] = decoder
+        KEPT[drafter] = decoder  # which holds a copy of its key, and so is dropped with it
     return decoder
+
+
+def _modules(drafter: Drafter) -> list[nn.Module]:
+    """What a drafter runs: its networks, and what it was bound to."""
+    held = [one.model if isinstance(one, Target) else one for one in vars(drafter).values()]
+    return [one for one in held if isinstance(one, nn.Module)]
 
 
 def _is_same(one: Target, other: Target) -> bool:

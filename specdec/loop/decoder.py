@@ -3,6 +3,7 @@
 What a step is stands in `step.py`; how it is captured, in `captured.py`.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from specdec.kernels.common.scratch import Scratch
 from specdec.loop.captured import CapturedStep, CapturedSteps, Memory
 from specdec.loop.follower import Follower
 from specdec.loop.graphs import CudaGraphs, Engine
-from specdec.loop.memory import Description, MemoryPlan, weights_of
+from specdec.loop.memory import Description, MemoryPlan, Places
 from specdec.loop.processing import Processing
 from specdec.loop.rules import AcceptanceRule, Greedy
 from specdec.loop.state import DecodeState
@@ -79,7 +80,6 @@ class Decoder:
         self.drafter = NoDrafter() if drafter is None else drafter
         if not isinstance(self.drafter, Drafter):
             raise TypeError(f"drafter: expected a Drafter, as specdec.load_drafter gives, got {drafter!r}")
-        self.backend = self.target.backend
         self.acceptance: AcceptanceRule = Greedy() if acceptance is None else acceptance
         self.acceptance.check(self.drafter)
         window = self.target.sliding_window
@@ -89,15 +89,25 @@ class Decoder:
                 f"got {self.drafter.shape.max_depth}"
             )
         self.drafter.bind(self.target)
-        self._rule = self.acceptance.prepared(self.drafter.shape, self.target.device)
+        # a copy with tables of its own: the drafter may be bound to another target meanwhile
+        self.drafter = copy.copy(self.drafter)
+        self.scratch = Scratch()  # recordings read its addresses: it lives as long as the decoder does
+        self._capture = capture
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make what belongs to the target's device."""
+        target, capture = self.target, self._capture
+        self.backend = target.backend
+        self._rule = self.acceptance.prepared(self.drafter.shape, target.device)
+        self._rule_device = target.device
         if capture is True:
-            on_gpu = self.target.device.type == "cuda" and self.backend == "triton" and self.target.sharding is None
-            capture = CudaGraphs(self.target.device) if on_gpu else False
+            on_gpu = target.device.type == "cuda" and target.backend == "triton" and target.sharding is None
+            capture = CudaGraphs(target.device) if on_gpu else False
         self.captured: CapturedSteps | None = None
         if not isinstance(capture, bool):
-            self.captured = CapturedSteps(capture, self.target.max_positions)
-        self.scratch = Scratch()  # recordings read its addresses: it lives as long as the decoder does
-        self._addresses: list[int] = []
+            self.captured = CapturedSteps(capture, target.max_positions)
+        self._places: Places | None = None
 
     def decode(
         self,
@@ -136,14 +146,15 @@ class Decoder:
         """
         self.check_prompts(prompts, max_new_tokens)
         check_at_least(1, {"prefill_chunk_size": prefill_chunk_size})
-        device, num_rows = self.target.device, len(prompts)
-        seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows)
-        seeds = self.target.broadcast_from_first(seeds.to(device))
-        stops = torch.tensor(stop_tokens, dtype=torch.int32, device=device) if stop_tokens else None
+        num_rows = len(prompts)
         processing = Processing.none() if processing is None else processing
-        timer = PhaseTimer(device)
         max_length = max(map(len, prompts)) + max_new_tokens
         with self._running():
+            device = self.target.device
+            timer = PhaseTimer(device)
+            seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows)
+            seeds = self.target.broadcast_from_first(seeds.to(device))
+            stops = torch.tensor(stop_tokens, dtype=torch.int32, device=device) if stop_tokens else None
             captured = None
             host_reads = on_step is not None and reads_logits
             if not host_reads:
@@ -157,8 +168,7 @@ class Decoder:
                 if captured is None:
                     room = Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens)
                     with self._explaining_lack_of_memory(num_rows, max_length):
-                        self.drafter.allocate(room, device)
-                        state, drafter = self._new_state(room, device), self.drafter
+                        state, drafter = self._new_state(room, device), self.drafter.copy_for(room, device)
                 else:
                     state, drafter = captured.state, captured.generation.drafter
                 generation = self._generation(state, drafter, stops, processing, timer, host_reads=host_reads)
@@ -244,9 +254,25 @@ class Decoder:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Hold the models as decoding needs them."""
-        with without_autograd(self.target.device), self.target.hooked(), self.drafter.session(), self.scratch.active():
-            yield
+        """Hold the models as decoding needs them, wherever they have gone since the last call.
+
+        What was captured read them where they were: it is dropped if anything was moved or replaced. Values that were
+        changed in place, as by an optimizer, are read by replays too.
+        """
+        with self.target.locked():
+            self.target.follow_model()
+            if self.target.device != self._rule_device:
+                self._set_up()
+            with without_autograd(self.target.device), self.target.hooked():
+                # here the target's weights lie as passes read them; a draft model's do once it is hooked, too
+                has_moved = self._places is None or not self._places.stay()
+                if has_moved:
+                    self.release()
+                    self.drafter.bind(self.target)
+                with self.drafter.session(), self.scratch.active():
+                    if has_moved:
+                        self._places = Places(self.target, self.drafter)
+                    yield
 
     def _lay_out(self, room: Room, device: torch.device) -> Memory:
         """Memory that stays: on the target's device, or on "meta" to learn how much it takes."""
@@ -284,11 +310,6 @@ class Decoder:
         captured, signature = self.captured, processing.signature
         if captured is None or captured.cannot_capture or signature is None:
             return None
-        weights = (*self.target.model.parameters(), *self.target.tables, *weights_of(self.drafter))
-        addresses = [tensor.data_ptr() for tensor in weights]
-        if addresses != self._addresses:  # a model was moved: recordings read memory that is not its own any more
-            captured.release()
-            self._addresses = addresses
         # the rule itself is part of the key: another one at the same address would be another key
         key = (self.acceptance, signature, num_stop_tokens)
         found = captured.find(batch_size, max_length, key)

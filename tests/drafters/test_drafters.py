@@ -21,18 +21,19 @@ SHAPES = {
 
 
 def record_drafts(drafter):
-    """Keep every tree, and what was emitted with each step."""
-    drafts, emitted, draft, commit = [], [], drafter.draft, drafter.commit
+    """Keep every tree, and what was emitted with each step, of whatever copy of the drafter a decoder works with."""
+    drafts, emitted, kind = [], [], type(drafter)
 
-    def recording(root, choose):
-        drafts.append(draft(root, choose))
-        return drafts[-1]
+    class Recorded(kind):
+        def draft(self, root, choose):
+            drafts.append(super().draft(root, choose))
+            return drafts[-1]
 
-    def committing(verdict, output):
-        emitted.append(verdict.num_emitted.tolist())
-        commit(verdict, output)
+        def commit(self, verdict, output):
+            emitted.append(verdict.num_emitted.tolist())
+            super().commit(verdict, output)
 
-    drafter.draft, drafter.commit = recording, committing
+    drafter.__class__ = Recorded
     return drafts, emitted
 
 

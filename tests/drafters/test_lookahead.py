@@ -23,11 +23,15 @@ REPETITIVE = "x = [1, 2, 3]\n" * 3
 
 
 class Recording(Lookahead):
-    """Keeps every tree."""
+    """Keeps every tree, in a list that the copies which decoders work with share."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.trees = []
 
     def start(self, prompt, output):
         super().start(prompt, output)
-        self.trees = []
+        self.trees.clear()
 
     def draft(self, root, choose):
         self.trees.append(super().draft(root, choose))
@@ -174,7 +178,7 @@ def test_a_batch_is_its_rows_alone(generator):
     prompts = random_prompts(generator, [1, 4, 13])
     drafter = Recording(level=4, window=5, guesses=4)
     together = Decoder(model, drafter).decode(prompts, 50)
-    trees = drafter.trees
+    trees = [*drafter.trees]
     assert max(max(row) for row in together.stats.num_emitted) > 1
     for row, prompt in enumerate(prompts):
         alone = Decoder(model, drafter).decode([prompt], 50)
