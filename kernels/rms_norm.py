@@ -23,7 +23,14 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.launch import (
+    Backend,
+    LaunchConfig,
+    early_start,
+    on_device,
+    resolve_backend,
+    wait_for_launch,
+)
 from specdec.kernels.reference import rms_norm as reference
 
 __all__ = ["MAX_WIDTH", "add_rms_norm", "rms_norm"]
@@ -43,9 +50,11 @@ def _rms_norm_kernel(
     stride_rm,
     C,
     eps,
+    EARLY: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """One program normalises one row, which it reads once."""
+    wait_for_launch(EARLY)
     m = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
@@ -139,5 +148,7 @@ def _launch(
     tensors = x, residual, weight, normed, summed
     strides = x.stride(0), 0 if residual is None else residual.stride(0)
     with on_device(x):
-        _rms_norm_kernel[(x.shape[0],)](*tensors, *strides, width, eps, **_launch_config(width).kwargs())
+        _rms_norm_kernel[(x.shape[0],)](
+            *tensors, *strides, width, eps, **early_start(), **_launch_config(width).kwargs()
+        )
     return normed, summed

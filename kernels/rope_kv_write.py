@@ -30,7 +30,15 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
+from specdec.kernels.common.launch import (
+    Backend,
+    LaunchConfig,
+    batch_stride,
+    early_start,
+    on_device,
+    resolve_backend,
+    wait_for_launch,
+)
 from specdec.kernels.reference.rope_kv_write import rope_kv_write as rope_kv_write_reference
 
 __all__ = ["rope_kv_write"]
@@ -84,10 +92,12 @@ def _rope_kv_write_kernel(
     HQ: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One program does BLOCK_H heads of one token: query heads, or key and value heads behind those."""
+    wait_for_launch(EARLY)
     HALF: tl.constexpr = D // 2
     NUM_Q_BLOCKS: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
     n = tl.program_id(0).to(tl.int64)
@@ -194,7 +204,9 @@ def rope_kv_write(
     strides += [*k_cache_.stride()[:3], *v_cache_.stride()[:3]]
     sizes = num_tokens, cos_sin_table.shape[0], num_heads, num_kv_heads, head_dim
     with on_device(q):
-        _rope_kv_write_kernel[(num_tokens, num_blocks, batch)](*tensors, *strides, *sizes, **config.kwargs())
+        _rope_kv_write_kernel[(num_tokens, num_blocks, batch)](
+            *tensors, *strides, *sizes, **early_start(), **config.kwargs()
+        )
     return out
 
 

@@ -20,7 +20,14 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import FLOAT_DTYPES, check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.launch import (
+    Backend,
+    LaunchConfig,
+    early_start,
+    on_device,
+    resolve_backend,
+    wait_for_launch,
+)
 from specdec.kernels.reference.swiglu import swiglu as swiglu_reference
 
 __all__ = ["swiglu"]
@@ -32,9 +39,11 @@ def _swiglu_kernel(
     out_ptr,  # [M, F]
     stride_gm,
     F,
+    EARLY: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """One program does BLOCK_F elements of one row."""
+    wait_for_launch(EARLY)
     m = tl.program_id(0).to(tl.int64)
     offs_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
@@ -80,6 +89,6 @@ def swiglu(gate_up: torch.Tensor, *, backend: Backend | None = None) -> torch.Te
     config = _launch_config(width)
     with on_device(gate_up):
         _swiglu_kernel[(rows.shape[0], triton.cdiv(width, config.blocks["BLOCK_F"]))](
-            rows, out, stride_gm=rows.stride(0), F=width, **config.kwargs()
+            rows, out, stride_gm=rows.stride(0), F=width, **early_start(), **config.kwargs()
         )
     return out

@@ -32,7 +32,16 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, needs_upcast, on_device, resolve_backend
+from specdec.kernels.common.launch import (
+    Backend,
+    LaunchConfig,
+    batch_stride,
+    early_start,
+    needs_upcast,
+    on_device,
+    resolve_backend,
+    wait_for_launch,
+)
 from specdec.kernels.common.limits import MAX_NODES, NUM_SMS
 from specdec.kernels.common.scratch import arrival_counters
 from specdec.kernels.common.weight_first import arrives_last
@@ -128,11 +137,13 @@ def _tree_attention_kernel(
     D: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     UPCAST: tl.constexpr,  # compute in fp32: the interpreter multiplies the bits of bf16
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One program folds one split of the keys into BLOCK_M rows (node, query head) of one key head."""
+    wait_for_launch(EARLY)
     split = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     num_blocks = tl.cdiv(N * G, BLOCK_M)
@@ -310,7 +321,7 @@ def tree_attention(
     sizes = num_nodes, num_tree_nodes, scale * _LOG2_E, num_heads // kv_heads, head_dim, window or 0
     with on_device(q), arrival_counters(batch * merged, q.device) as arrivals:
         _tree_attention_kernel[(num_splits, groups, batch)](
-            *tensors, arrivals, *strides, *sizes, UPCAST=needs_upcast(q), **config.kwargs()
+            *tensors, arrivals, *strides, *sizes, UPCAST=needs_upcast(q), **early_start(), **config.kwargs()
         )
     return out
 

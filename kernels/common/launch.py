@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime import driver
 
-__all__ = ["Backend", "LaunchConfig", "batch_stride", "needs_upcast", "on_device", "resolve_backend"]
+__all__ = ["Backend", "LaunchConfig", "batch_stride", "early_start", "needs_upcast", "on_device", "resolve_backend"]
+__all__ += ["wait_for_launch"]
 
 Backend = Literal["triton", "reference"]
 
@@ -57,6 +62,39 @@ def resolve_backend(tensor: torch.Tensor, backend: Backend | None = None) -> Bac
     if chosen == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("backend: 'triton' on CPU tensors needs TRITON_INTERPRET=1 set before specdec is imported")
     return chosen  # type: ignore[return-value]  # membership was checked above
+
+
+def early_start() -> dict[str, bool]:
+    """Keywords of the launch of a kernel that may start before the one in front of it has ended, and then waits for it.
+
+    Off unless the environment variable `SPECDEC_PDL` is 1: whether it gains anything has not been measured. It takes
+    compute capability 9.0 (programmatic dependent launch); older GPUs and the interpreter launch as always. Such a
+    kernel has a parameter `EARLY: tl.constexpr` and begins with `wait_for_launch(EARLY)`.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    wanted = os.environ.get("SPECDEC_PDL", "0")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"SPECDEC_PDL: expected 0 or 1, got {wanted!r}")
+    if wanted == "0" or knobs.runtime.interpret:
+        return {"EARLY": False}
+    target = driver.active.get_current_target()
+    if target.backend != "cuda" or target.arch < 90:
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_launch(EARLY: tl.constexpr):
+    """Wait for the launch in front, if this one was started early, and let the one behind start (`early_start`).
+
+    First thing in a kernel: whatever it reads may come from the launch in front of it, and whatever it writes may still
+    be read there. The one behind waits in its turn until this one has ended, and with it all before.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def batch_stride(tensor: torch.Tensor | None) -> int:
