@@ -36,14 +36,15 @@ class Call:
 
         Args:
             output: where they left it; if there is nothing, the newest archive is laid out there.
-            archives: where their archives are.
+            archives: where the archives go, and where theirs are, or else in `output`.
             on_cpu: tiny sizes on the CPU.
             counts: what was counted of a step, which the summary puts beside its time.
         """
         self.output, self.archives, self._counts = output, archives, counts
         self._folder, self._state_file = output / WORK, output / "state.json"
         self._about = {**provenance(), **({"dry": DRY_NOTE} if on_cpu else {})}
-        if not self._state_file.is_file() and (archive := newest(archives)) is not None:
+        archive = newest(archives) or newest(output)
+        if not self._state_file.is_file() and archive is not None:
             unpack(archive, output)
         self._folder.mkdir(parents=True, exist_ok=True)
         end_leftovers(self._folder)

@@ -1,6 +1,7 @@
 """The command: what it refuses, and a rehearsal of three calls: one is killed, one has only the archives."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,16 @@ def test_what_failed_is_tried_in_the_next_call_and_then_given_up(tmp_path, monke
     assert len((tmp_path / "n").read_text()) == 3
     assert make_call(tmp_path, monkeypatch, "pass").run(["a"], 30) == 0
     assert len((tmp_path / "n").read_text()) == 3  # done
+
+
+def test_a_machine_that_has_nothing_but_an_archive_goes_on(tmp_path, monkeypatch):
+    assert make_call(tmp_path, monkeypatch, "pass").run(["a"], 30) == 0
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "archives" / "1.tar.gz").rename(tmp_path / "out" / "1.tar.gz")
+    assert make_call(tmp_path, monkeypatch, "pass").run(["a"], 30) == 0
+    assert (tmp_path / "n").read_text() == "x"
+    assert (tmp_path / "archives" / "2.tar.gz").is_file()
 
 
 def test_a_rehearsal_sees_what_is_missing(tmp_path):
