@@ -27,13 +27,12 @@ from specdec.kernels.accept_naive import accept_naive
 from specdec.kernels.accept_rejection import accept_rejection
 from specdec.kernels.accept_traversal import accept_traversal
 from specdec.kernels.accept_typical import accept_typical
-from specdec.kernels.common.warp_settings import NUM_WARP_SETTINGS
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.lm_head_topk import lm_head_topk
 from specdec.kernels.lstm_recurrence import lstm_recurrence
 from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
 from specdec.kernels.rope_kv_write import rope_kv_write
-from specdec.kernels.sample_probs import sample_probs
+from specdec.kernels.sample_probs import WarpSettings, sample_probs
 from specdec.kernels.skinny_linear import skinny_linear
 from specdec.kernels.swiglu import swiglu
 from specdec.kernels.tree_rerank import beam_step, tree_rerank
@@ -295,7 +294,7 @@ def _accept_traversal(model: ModelShape, tree: TreeSize) -> Launch:
 
 def _sample_probs(model: ModelShape, tree: TreeSize) -> Launch:
     nodes = _int32(1, tree.num_nodes)
-    settings = torch.empty(1, NUM_WARP_SETTINGS, device="meta")
+    settings = WarpSettings().on("meta")
     tensors = _logits(model, tree.num_nodes), _int32(1), _int32(1), settings, nodes, nodes, _int32(1, _CAPACITY)
     return _launch(sample_probs, *tensors, seed=0)
 

@@ -14,8 +14,7 @@ Reference:  kernels/reference/sample_probs.py
 
 Shapes:     B requests, N nodes, V vocabulary, H tokens of history
             logits     [B, N, V]     fp32, fp16 or bf16
-            settings   [B or 1, 5]   fp32, the numbers below of each row (kernels/common/warp_settings.py); no launch
-                                     depends on their values
+            settings   [B or 1, 5]   fp32, the numbers of each row (`WarpSettings`); no launch depends on their values
             tokens     [B, N]        int32, of the nodes
             parent     [B or 1, N]   int32, -1 for the root and for padding
             history    [B, H]        int32, tokens before the tree; -1 is padding
@@ -25,12 +24,14 @@ Shapes:     B requests, N nodes, V vocabulary, H tokens of history
             sampled    [B, N]        int32
 Random:     E_v = -log(1 - u), u from word v % 4096 // 1024 of Philox with the key seed and the counter
             (v // 4096 * 1024 + v % 1024, row id, step, node): nothing depends on the place in the batch
-Cost:       warp_logits reads the logits and writes fp32 once, sample_race reads once: bandwidth-bound. Each search, for
-            top-k and for top-p, passes over the row 16 times more, in the cache
+Cost:       warp_logits reads the logits and writes fp32 once, and reads them twice more for top-k and top-p together,
+            in the cache (kernels/common/kept_set.py); sample_race reads once: bandwidth-bound
 Edges:      equal logits are kept or dropped together (transformers' top-p drops some of them). The largest logit is
             always kept. NaN counts as -inf; a row without a finite logit yields token 0
 Numerics:   fp32; of equal scores the lowest id wins. The bound of top-k is exact, those of top-p and min-p are in fp32
 """
+
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -38,53 +39,77 @@ import triton.language as tl
 
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_tensor
-from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
-from specdec.kernels.common.primitives import TILE, key_token, load_logits, load_parents, order_key, token_key
+from specdec.kernels.common.kept_set import FOUND_SIZE, FilterWork, clear_found, filter_rows_
+from specdec.kernels.common.launch import Backend, batch_stride, on_device, resolve_backend
+from specdec.kernels.common.primitives import TILE, key_token, load_logits, load_parents, tiles_config, token_key
 from specdec.kernels.common.walk import check_logits, check_walk
-from specdec.kernels.common.warp_settings import NUM_WARP_SETTINGS
 from specdec.kernels.reference import sample_probs as reference
 
-__all__ = ["sample_probs", "sample_race", "warp_logits"]
+__all__ = ["WarpSettings", "sample_probs", "sample_race", "warp_logits"]
+
+
+@dataclass(frozen=True, slots=True)
+class WarpSettings:
+    """What is asked of the logits of a row; the defaults ask for nothing.
+
+    On the device they are data, five numbers a row, so that a captured step serves any values and rows of one batch may
+    differ. There nobody looks at the values: whoever writes others than these checks them.
+
+    Attributes:
+        temperature: divides the logits, over 0.
+        top_k: how many tokens to keep, and those equal to the last; None: all.
+        top_p: keep the most probable tokens that together reach it, and those equal to the last; None or 1: all.
+        min_p: drop tokens with less than this share of the largest probability; None: none.
+        repetition_penalty: over 0; 1 is none.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: expected more than 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: expected 1 or more, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name}: expected 0 to 1, got {value}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty: expected more than 0, got {self.repetition_penalty}")
+
+    def on(self, device: torch.device | str) -> torch.Tensor:
+        """[1, 5] float32, for all rows, in the order of the attributes; a top-k of 0 keeps all tokens."""
+        top_k = min(self.top_k or 0, 2**24)  # float32 holds no larger whole numbers, and no vocabulary is larger
+        row = [self.temperature, top_k, 1.0 if self.top_p is None else self.top_p, self.min_p or 0.0]
+        return torch.tensor([[*row, self.repetition_penalty]], dtype=torch.float32, device=device)
 
 
 @triton.jit
-def _scale_kernel(
-    logits_ptr,  # [B, N, V]
-    settings_ptr,  # [B or 1, 5] or None
-    processed_ptr,  # [B, N, V]
-    stride_lb,
-    stride_ln,
-    stride_sb,
-    N,
-    V,
-    BLOCK_V: tl.constexpr,
-):
-    """One program divides one tile by the temperature."""
-    n = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    x = load_logits(logits_ptr + b * stride_lb + n * stride_ln, offs_v, offs_v < V)
-    if settings_ptr is not None:
-        x = x / tl.load(settings_ptr + b * stride_sb)
-    tl.store(processed_ptr + (b * N + n) * V + offs_v, x, mask=offs_v < V)
-
-
-@triton.jit
-def _penalise(row_ptr, processed_row_ptr, token, mask, V, temperature, penalty):
-    """Write the penalised logits of tokens; writing one token twice writes the same value."""
-    mask = mask & (token >= 0) & (token < V)
+def _penalise(row_ptr, processed_row_ptr, token, start, end, temperature, penalty):
+    """Write the penalised logits of tokens from `start` to `end`; writing one token twice writes the same value."""
+    mask = (token >= start) & (token < end)
     x = load_logits(row_ptr, token, mask)
     tl.store(processed_row_ptr + token, tl.where(x < 0.0, x * penalty, x / penalty) / temperature, mask=mask)
 
 
 @triton.jit(do_not_specialize=["stride_tb", "stride_pb", "stride_hb", "stride_sb", "N", "H"])
-def _penalise_kernel(
+def _scale_kernel(
     logits_ptr,  # [B, N, V]
     tokens_ptr,  # [B, N] or None
     parent_ptr,  # [B or 1, N]
     history_ptr,  # [B, H] or None
-    settings_ptr,  # [B or 1, 5]
+    settings_ptr,  # [B or 1, 5] or None
     processed_ptr,  # [B, N, V]
+    largest_ptr,  # [B, N, T], of each tile; as what follows None without settings
+    found_ptr,  # [B, N, FOUND_SIZE]
+    mass_ptr,  # [B, N, 2]
     stride_lb,
     stride_ln,
     stride_tb,
@@ -94,101 +119,48 @@ def _penalise_kernel(
     N,
     H,
     V,
+    FOUND_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One program takes a block of the history; the first one of a node also climbs to the root."""
-    block = tl.program_id(0)
+    """One program processes one tile, but for the filters: it divides by the temperature, and penalises."""
+    t = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    temperature = tl.load(settings_ptr + b * stride_sb)
-    penalty = tl.load(settings_ptr + b * stride_sb + 4)
-    if penalty == 1.0:
-        return
+    row = b * N + n
+    start = t * BLOCK_V
+    offs_v = start + tl.arange(0, BLOCK_V)
     row_ptr = logits_ptr + b * stride_lb + n * stride_ln
-    processed_row_ptr = processed_ptr + (b * N + n) * V
-    if history_ptr is not None:
-        offs_h = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        known = tl.load(history_ptr + b * stride_hb + offs_h, mask=offs_h < H, other=-1)
-        _penalise(row_ptr, processed_row_ptr, known, offs_h < H, V, temperature, penalty)
-    if tokens_ptr is not None:
-        node = tl.where(block == 0, n, -1)
-        while node >= 0:
-            token = tl.load(tokens_ptr + b * stride_tb + node)
-            _penalise(row_ptr, processed_row_ptr, token, True, V, temperature, penalty)
-            node = load_parents(parent_ptr + b * stride_pb, node, True).to(tl.int64)
-
-
-@triton.jit
-def _search(row_ptr, row_max, goal, V, BY_MASS: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Least key t such that the tokens with a key over t weigh less than `goal`.
-
-    The key is found two bits at a time: one pass over the row weighs what is over the largest key with digit 0, 1 and
-    2, lane by lane, so that lanes are added up once per pass. What weighs nothing, or is below an earlier bound, can
-    only move t where it has no effect.
-    """
-    base = tl.full((), -(2**31), tl.int64)
-    for step in range(0, 16):
-        one = tl.full((), 1, tl.int64) << (30 - 2 * step)
-        bound0, bound1, bound2 = base + one - 1, base + 2 * one - 1, base + 3 * one - 1
-        over0 = tl.zeros([BLOCK_V], tl.float32)
-        over1 = tl.zeros([BLOCK_V], tl.float32)
-        over2 = tl.zeros([BLOCK_V], tl.float32)
-        for first in range(0, V, BLOCK_V):
-            offs_v = first + tl.arange(0, BLOCK_V)
-            x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
-            key = order_key(x)
-            weight = tl.exp(x - row_max) if BY_MASS else tl.full([BLOCK_V], 1.0, tl.float32)
-            over0 += tl.where(key > bound0.to(tl.int32), weight, 0.0)
-            over1 += tl.where(key > bound1.to(tl.int32), weight, 0.0)
-            over2 += tl.where(key > bound2.to(tl.int32), weight, 0.0)
-        digit = (tl.sum(over0, 0) >= goal).to(tl.int64) + (tl.sum(over1, 0) >= goal).to(tl.int64)
-        base += (digit + (tl.sum(over2, 0) >= goal).to(tl.int64)) * one
-    return base.to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["stride_sb", "N"])
-def _filter_kernel(
-    processed_ptr,  # [B, N, V], in place
-    settings_ptr,  # [B or 1, 5]
-    stride_sb,
-    N,
-    V,
-    BLOCK_V: tl.constexpr,
-):
-    """One program filters one row, which it alone reads and writes."""
-    n = tl.program_id(0).to(tl.int64)
-    b = tl.program_id(1).to(tl.int64)
-    top_k = tl.load(settings_ptr + b * stride_sb + 1)
-    top_p = tl.load(settings_ptr + b * stride_sb + 2)
-    min_p = tl.load(settings_ptr + b * stride_sb + 3)
-    if (top_k <= 0.0) & (top_p >= 1.0) & (min_p <= 0.0):
-        return
-    row_ptr = processed_ptr + (b * N + n) * V
-    lanes = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    for first in range(0, V, BLOCK_V):
-        offs_v = first + tl.arange(0, BLOCK_V)
-        lanes = tl.maximum(lanes, tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf")))
-    largest = tl.max(lanes, 0)
-    row_max = tl.where(largest == float("-inf"), 0.0, largest)
-
-    kept_from = tl.full((), -(2**31), tl.int32)
-    if top_k > 0.0:
-        kept_from = _search(row_ptr, row_max, top_k, V, False, BLOCK_V)
-    if top_p < 1.0:
-        mass = tl.zeros([BLOCK_V], tl.float32)
-        for first in range(0, V, BLOCK_V):
-            offs_v = first + tl.arange(0, BLOCK_V)
-            x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
-            mass += tl.where(order_key(x) >= kept_from, tl.exp(x - row_max), 0.0)
-        goal = top_p * tl.sum(mass, 0)
-        by_mass = _search(row_ptr, row_max, goal, V, True, BLOCK_V)
-        kept_from = tl.maximum(kept_from, tl.minimum(by_mass, order_key(largest)))
-
-    for first in range(0, V, BLOCK_V):
-        offs_v = first + tl.arange(0, BLOCK_V)
-        x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
-        kept = (order_key(x) >= kept_from) & (tl.exp(x - row_max) >= min_p)
-        tl.store(row_ptr + offs_v, tl.where(kept, x, float("-inf")), mask=offs_v < V)
+    processed_row_ptr = processed_ptr + row * V
+    x = load_logits(row_ptr, offs_v, offs_v < V)
+    if settings_ptr is None:
+        tl.store(processed_row_ptr + offs_v, x, mask=offs_v < V)
+    else:
+        temperature = tl.load(settings_ptr + b * stride_sb)
+        penalty = tl.load(settings_ptr + b * stride_sb + 4)
+        x = x / temperature
+        tl.store(processed_row_ptr + offs_v, x, mask=offs_v < V)
+        if (history_ptr is not None) or (tokens_ptr is not None):
+            if penalty != 1.0:
+                tl.debug_barrier()  # what is penalised was stored by other threads
+                end = tl.minimum(start + BLOCK_V, V)
+                if history_ptr is not None:
+                    for first in range(0, H, BLOCK_H):
+                        offs_h = first + tl.arange(0, BLOCK_H)
+                        known = tl.load(history_ptr + b * stride_hb + offs_h, mask=offs_h < H, other=-1)
+                        _penalise(row_ptr, processed_row_ptr, known, start, end, temperature, penalty)
+                if tokens_ptr is not None:
+                    node = n
+                    while node >= 0:
+                        token = tl.load(tokens_ptr + b * stride_tb + node)
+                        _penalise(row_ptr, processed_row_ptr, token, start, end, temperature, penalty)
+                        node = load_parents(parent_ptr + b * stride_pb, node, True).to(tl.int64)
+                tl.debug_barrier()
+                x = tl.load(processed_row_ptr + offs_v, mask=offs_v < V, other=float("-inf"))
+        tl.store(largest_ptr + row * tl.num_programs(0) + t, tl.max(x, 0))
+        if t == 0:
+            clear_found(found_ptr + row * FOUND_SIZE)
+            tl.store(mass_ptr + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int64))
 
 
 @triton.jit(do_not_specialize=["seed", "N"])
@@ -249,12 +221,6 @@ def _empty_samples(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.new_empty(logits.shape[:2], dtype=torch.int32), logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-def _launch_config(vocab_size: int) -> LaunchConfig:
-    """The search is one program for a row: many warps, and two bits a pass, so that it stays bound by the cache."""
-    block_v = min(TILE, triton.next_power_of_2(vocab_size))
-    return LaunchConfig(blocks={"BLOCK_V": block_v}, num_warps=max(4, min(16, block_v // 256)))
-
-
 @library.op(fake=lambda logits: logits.new_empty(logits.shape, dtype=torch.float32))
 def warp_logits(
     logits: torch.Tensor,
@@ -273,7 +239,7 @@ def warp_logits(
     Args:
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V.
         settings: [B, 5] or [1, 5] float32, contiguous in the last dimension: temperature, top-k, top-p, min-p and
-            repetition penalty of each row, as `kernels.common.warp_settings` writes them. None: nothing is done.
+            repetition penalty of each row, as `WarpSettings.on` writes them. None: nothing is done.
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N; None: no path counts.
         parent: [B, N] or [1, N] int32, topological, as in `accept_greedy`; with `tokens`.
         history: [B, H] int32, contiguous in H, tokens before the tree; others than 0 to V - 1 are ignored. None: none.
@@ -293,22 +259,20 @@ def warp_logits(
 
     batch, num_nodes, vocab_size = logits.shape
     processed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    config = _launch_config(vocab_size)
-    block_v = config.blocks["BLOCK_V"]
-    stride_sb = batch_stride(settings)
+    work = None if settings is None else FilterWork.of(processed)
+    places = (None, None, None) if work is None else (work.largest, work.found, work.masses)
+    tiles = tiles_config(vocab_size)
+    strides = *logits.stride()[:2], *(batch_stride(tensor) for tensor in (tokens, parent, history, settings))
+    num_history = 0 if history is None else history.shape[1]
     with on_device(logits):
-        _scale_kernel[(triton.cdiv(vocab_size, block_v), num_nodes, batch)](
-            *(logits, settings, processed), *logits.stride()[:2], stride_sb, num_nodes, vocab_size, block_v, num_warps=4
+        _scale_kernel[(tiles.blocks["NUM_TILES"], num_nodes, batch)](
+            *(logits, tokens, parent, history, settings, processed, *places),
+            *(*strides, num_nodes, num_history, vocab_size),
+            *(FOUND_SIZE, tiles.blocks["BLOCK_V"], 1024),
+            num_warps=tiles.num_warps,
         )
-        if settings is not None and (history is not None or tokens is not None):
-            num_history, block_h = 0 if history is None else history.shape[1], 1024
-            tensors = logits, tokens, parent, history if num_history else None, settings, processed
-            strides = *logits.stride()[:2], *(batch_stride(tensor) for tensor in (tokens, parent, history)), stride_sb
-            _penalise_kernel[(max(1, triton.cdiv(num_history, block_h)), num_nodes, batch)](
-                *tensors, *strides, num_nodes, num_history, vocab_size, BLOCK_H=block_h, num_warps=4
-            )
-        if settings is not None:
-            _filter_kernel[(num_nodes, batch)](processed, settings, stride_sb, num_nodes, vocab_size, **config.kwargs())
+        if settings is not None and work is not None:
+            filter_rows_(processed, settings, work)
     return processed
 
 
@@ -404,7 +368,8 @@ def _check_warp(
     check_logits("logits", logits, (None, None, None))
     batch, num_nodes, _ = logits.shape
     if settings is not None:
-        check_tensor("settings", settings, shape=(None, NUM_WARP_SETTINGS), dtype=torch.float32, device=logits.device)
+        shape = None, len(fields(WarpSettings))
+        check_tensor("settings", settings, shape=shape, dtype=torch.float32, device=logits.device)
         if settings.shape[0] not in (1, batch):
             raise ValueError(f"settings: expected {batch} rows or 1, got shape {list(settings.shape)}")
     if (tokens is None) != (parent is None):

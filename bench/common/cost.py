@@ -294,7 +294,7 @@ def accept_traversal(
 
 
 def warp_logits(*, batch: int, num_nodes: int, vocab_size: int, element_bytes: int) -> Cost:
-    """Cost of warp_logits: all logits in, as many in fp32 out; the search's passes over the cache are not counted."""
+    """Cost of warp_logits: all logits in, as many in fp32 out; two passes over the cache are not counted."""
     num_logits = batch * num_nodes * vocab_size
     return Cost(num_bytes=num_logits * (element_bytes + 4), num_flops=num_logits)
 

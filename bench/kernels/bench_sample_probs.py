@@ -1,6 +1,6 @@
 """sample_probs: time of processing logits and of drawing from them, against top-k and sort in PyTorch.
 
-Questions: what do the 16 passes of a search cost beside reading the logits? Is a race bound by its logits or by its
+Questions: what do the filters cost beside reading and writing the logits? Is a race bound by its logits or by its
 random numbers?
 
     pytest bench/kernels/bench_sample_probs.py --benchmark-only
@@ -13,9 +13,8 @@ import torch
 from specdec.bench.common import cost, shapes
 from specdec.bench.common.harness import BenchOp, Call, cases, compiled
 from specdec.bench.common.shapes import StepShape
-from specdec.kernels.common.warp_settings import warp_settings
 from specdec.kernels.reference import sample_probs as reference
-from specdec.kernels.sample_probs import sample_race, warp_logits
+from specdec.kernels.sample_probs import WarpSettings, sample_race, warp_logits
 
 WARPERS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
@@ -28,7 +27,7 @@ def random_logits(shape: StepShape, generator: torch.Generator) -> torch.Tensor:
 
 def make_warp_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     """The default top-k of transformers, with a usual temperature and top-p."""
-    settings = warp_settings(**WARPERS, device=generator.device)
+    settings = WarpSettings(**WARPERS).on(generator.device)
     return Call(args=(random_logits(shape, generator), settings), kwargs={})
 
 

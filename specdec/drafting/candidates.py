@@ -8,14 +8,13 @@ that is wanted, the logits need not be written.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from specdec.common.randomness import Stream, Uniforms
 from specdec.kernels.common.launch import Backend
-from specdec.kernels.common.warp_settings import warp_settings
-from specdec.kernels.sample_probs import warp_logits
+from specdec.kernels.sample_probs import WarpSettings, warp_logits
 from specdec.models.common.lm_heads import LMHeads, best_of
 
 __all__ = ["Best", "Candidates", "Choose", "DraftLaw", "Sampled", "choose_from"]
@@ -98,8 +97,7 @@ class DraftLaw:
         """Processed logits [B, M, V] float32."""
         settings = self.settings
         if settings is None and (self.temperature, self.top_k, self.top_p, self.min_p) != (1.0, None, None, None):
-            filters: dict[str, Any] = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-            settings = warp_settings(temperature=self.temperature, **filters, device=logits.device)
+            settings = WarpSettings(self.temperature, self.top_k, self.top_p, self.min_p).on(logits.device)
         return warp_logits(logits, settings, backend=self.backend)
 
 

@@ -18,8 +18,7 @@ from transformers.generation import logits_process as hf
 from specdec.drafting.candidates import DraftLaw
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.launch import Backend
-from specdec.kernels.common.warp_settings import warp_settings
-from specdec.kernels.sample_probs import warp_logits
+from specdec.kernels.sample_probs import WarpSettings, warp_logits
 
 __all__ = ["PROCESSOR_FIELDS", "WARPER_FIELDS", "Processing"]
 
@@ -68,7 +67,7 @@ class Processing:
     ) -> None:
         self._asked = _active(config, do_sample=do_sample)
         at_once = {name: value for name, value in self._asked.items() if name in _AT_ONCE}
-        self.settings = warp_settings(**at_once, device=device)
+        self.settings = WarpSettings(**at_once).on(device)
         self._backend = backend
         self._stops = frozenset(stop_tokens)
         self._rows: list[LogitsProcessorList] | None = None

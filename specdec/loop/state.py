@@ -15,7 +15,7 @@ import torch
 from specdec.common.randomness import Uniforms
 from specdec.drafting.base import Prompt, Room
 from specdec.kernels.common.verdict import Verdict
-from specdec.kernels.common.warp_settings import warp_settings
+from specdec.kernels.sample_probs import WarpSettings
 from specdec.models.common.cache import KVCache
 from specdec.models.target.target import Target
 
@@ -82,7 +82,7 @@ class DecodeState:
             room=room,
             cache=target.new_cache(rows, room.max_length + num_nodes, device=device),
             uniforms=Uniforms(full(rows, value=0, dtype=torch.int64), backend=target.backend),
-            settings=warp_settings(device=device).repeat(rows, 1),
+            settings=WarpSettings().on(device).repeat(rows, 1),
             text=text,
             prompt=text[:, : room.max_prompt],
             root=full(rows, value=0),

@@ -12,9 +12,9 @@ from lib.tensors import DEVICE, float32, int32
 from specdec.kernels.common import walk
 from specdec.kernels.common.check import MAX_NODES, check_parent
 from specdec.kernels.common.dynamic_tree import RerankedTree
-from specdec.kernels.common.warp_settings import warp_settings
 from specdec.kernels.reference import sample_probs as sample_reference
 from specdec.kernels.reference import tree_rerank as rerank_reference
+from specdec.kernels.sample_probs import WarpSettings
 
 WITH_PARENT = sorted(name for name, launcher in LAUNCHERS.items() if "parent" in inspect.signature(launcher).parameters)
 OF_NODES = [name for name in WITH_PARENT if name != "tree_rerank"]
@@ -103,7 +103,7 @@ def test_a_node_with_a_wild_parent_is_padding(generator, unchecked, name):
 def test_a_climb_ends_at_a_wild_parent(generator, unchecked):
     parent = int32(WILD)
     tokens, _, logits, _ = RULES["naive"].call(generator, batch=len(WILD), num_nodes=7, vocab=7)
-    settings = warp_settings(repetition_penalty=1.5, device=DEVICE)
+    settings = WarpSettings(repetition_penalty=1.5).on(DEVICE)
     got = LAUNCHERS["warp_logits"](logits, settings, tokens, parent, backend="triton")
     expected = sample_reference.warp_logits(logits, settings, tokens, as_padding(parent))
     torch.testing.assert_close(got, expected)

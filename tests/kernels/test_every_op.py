@@ -35,14 +35,14 @@ LAST_PROGRAMS = {
     "philox_uniform": (8, 2, 0),
     "rms_norm": (2, 0, 0),
     "rope_kv_write": (6, 2, 2),
-    "sample_probs": (1, 2, 2),
+    "sample_probs": (2, 2, 2),
     "sample_race": (1, 1, 2),
     "skinny_linear": (0, 1, 1),
     "swiglu": (2, 1, 0),
     "tree_attention": (2, 7, 2),
     "tree_expand": (2, 2, 0),
     "tree_rerank": (2, 0, 0),
-    "warp_logits": (1, 2, 2),
+    "warp_logits": (2, 2, 2),
 }
 # How many programs share the keys of a row depends on the number of rows, and the rounding on that.
 INEXACT_ALONE = {"tree_attention"}
