@@ -4,6 +4,7 @@ Tests put an `Engine` in their place that records the operators of a step on a C
 """
 
 import gc
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,8 +12,18 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CannotCaptureError", "CudaGraphs", "Engine", "Reader", "Recording"]
+__all__ = ["CannotCaptureError", "CudaGraphs", "Engine", "NoWaiting", "Reader", "Recording"]
+
+
+_CAPTURING = threading.RLock()
+"""Held while a graph is recorded: garbage collection is off meanwhile, for all threads of the process."""
+
+_WAITS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"})
+_WAITS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive"}
+_COPIES = frozenset({"_to_copy", "copy_"})
+_INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
 
 
 class CannotCaptureError(RuntimeError):
@@ -75,7 +86,7 @@ class CudaGraphs:
         The first compiles kernels and makes the libraries' handles and workspaces; the second must not synchronise:
         an error there leaves nothing behind, unlike one in the middle of a capture.
         """
-        with torch.cuda.device(self._device):
+        with _CAPTURING, torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
             if not self._graphs:  # the allocator gives up a pool with the last graph in it
@@ -85,7 +96,7 @@ class CudaGraphs:
             try:
                 with torch.cuda.stream(self._stream):
                     step()
-                    with _forbidden_synchronisation():
+                    with NoWaiting():  # type: ignore[no-untyped-call]
                         step()
             finally:  # after an error too, nobody may reuse memory that these steps still write
                 current.wait_stream(self._stream)
@@ -100,9 +111,10 @@ class CudaGraphs:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                if "captur" in str(error):
-                    raise CannotCaptureError(_first_line(error)) from error
-                raise
+                # the same step has just run twice: what fails is the recording, which may leave marks in the allocator
+                raise CannotCaptureError(
+                    f"recording failed half way, {_first_line(error)}; restart the process if GPU work fails after this"
+                ) from error
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails to end leaves its own stream behind
         self._graphs.add(graph)
@@ -152,19 +164,30 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def _forbidden_synchronisation() -> Iterator[None]:
-    """Turn whatever waits for the device into a `CannotCaptureError`."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        if "synchroniz" in str(error):
-            raise CannotCaptureError(_first_line(error)) from error
-        raise
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+class NoWaiting(TorchDispatchMode):
+    """Turns whatever makes this thread wait for the device into a `CannotCaptureError`; other threads may wait.
+
+    PyTorch's own check (`torch.cuda.set_sync_debug_mode`) would raise in all of them.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, unless it waits."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        waits = name in _WAITS
+        if name in _INDEXES:  # by a mask: as many as there are
+            masks = [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)]
+            waits = bool(masks)
+        elif name in _COPIES:
+            devices = {one.device.type for one in args if isinstance(one, torch.Tensor)}
+            if kwargs.get("device") is not None:
+                devices.add(torch.device(kwargs["device"]).type)
+            waits = len(devices) > 1 and not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+        if waits:
+            raise CannotCaptureError(f"{func} synchronizes with the device")
+        return func(*args, **kwargs)
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,17 +6,20 @@ text of greedy decoding does not tell: it is right whatever the drafter proposes
 
 import copy
 import gc
+import logging
 import threading
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
 from lib.law_drafters import DRAFTERS, build_target, make_drafter
 from lib.recorder import Recorder, references_as_kernels
 from specdec.loop.decoder import Decoder
+from specdec.loop.graphs import CannotCaptureError, NoWaiting
 from specdec.loop.rules import choose_rule
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
@@ -36,7 +39,6 @@ def a_drafter(kind):
 
 
 KINDS = [*DRAFTERS, "eagle2", "eagle3, dynamic"]
-WITH_NETWORK = ["draft_tree", "medusa", "hydra++", "eagle", "eagle3", "amphista", "parallelspec", "falcon"]
 
 
 @cache
@@ -78,13 +80,6 @@ def weights_that_cudnn_moves(monkeypatch):
     monkeypatch.setattr(nn.LSTM, "flatten_parameters", flatten_parameters)
 
 
-def generated(target, drafter, **settings):
-    """Tokens and what steps accepted."""
-    settings = {"max_new_tokens": 10, "return_dict_in_generate": True, "do_sample": False, "seed": 3, **settings}
-    output = specdec.generate(target, drafter, IDS, **settings)
-    return output.sequences.tolist(), output.stats.num_emitted
-
-
 def decoded(decoder):
     result = decoder.decode(PROMPTS, 5, seed=3)
     return result.tokens, result.stats.num_emitted
@@ -120,3 +115,92 @@ def test_two_targets_in_turn_and_a_second_thread(kind, sampling, dtype, recorder
     assert in_a_thread(decoded, decoders[0]) == expected[0]
     assert [recorder.num_recorded for recorder in recorders] == [1, 1]
     assert all(recorder.num_replays for recorder in recorders)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "falcon", "draft_tree"])
+def test_generate_keeps_its_recording_from_call_to_call(kind, recorders):
+    target, drafter = a_target(torch.float16), a_drafter(kind)
+    expected = eager(target, drafter)
+    for _ in range(3):
+        gc.collect()
+        output = specdec.generate(target, drafter, IDS, max_new_tokens=5, return_dict_in_generate=True)
+        assert output.sequences[0, 4:].tolist() == expected[0][0]
+        assert output.stats.num_emitted == expected[1]
+    assert [recorder.num_recorded for recorder in recorders] == [1]
+
+
+def moved_and_back(target, drafter):
+    drafter.network.double()
+    drafter.network.to(target.dtype)
+
+
+def replaced(target, drafter):
+    for module in drafter.network.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is not None:
+                setattr(module, name, nn.Parameter(weight.detach().clone()))
+
+
+def cast(target, drafter):
+    target.model.to(torch.float16)
+
+
+def trained_in_place(target, drafter):
+    drafter.network.train()
+    with torch.no_grad():
+        for weight in drafter.network.parameters():
+            weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [moved_and_back, replaced, cast, trained_in_place])
+@pytest.mark.parametrize("kind", ["hydra++", "eagle", "falcon"])
+def test_what_changes_between_calls_is_what_the_next_call_reads(kind, change, recorders):
+    target, drafter = a_target(own=True), a_drafter(kind)
+    recorders.append(Recorder())
+    decoder = Decoder(target, drafter, capture=recorders[-1])
+    assert decoded(decoder) == eager(target, drafter)
+    change(target, drafter)
+    gc.collect()
+    assert decoded(decoder) == decoded(decoder) == eager(Target(target.model, backend="triton"), drafter)
+    assert recorders[-1].num_recorded == (1 if change is trained_in_place else 2)
+
+
+def test_a_recording_that_fails_half_way_leaves_the_eager_loop_and_one_line(caplog):
+    class Breaks(TorchDispatchMode):
+        left = 60
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.left -= 1
+            if self.left < 0:
+                raise CannotCaptureError("recording failed half way")
+            return func(*args, **(kwargs or {}))
+
+    class Engine(Recorder):
+        def record(self, step):
+            with Breaks():
+                step()
+
+    target, drafter = a_target(), a_drafter("eagle")
+    decoder = Decoder(target, drafter, capture=Engine())
+    with caplog.at_level(logging.WARNING, logger="specdec"):
+        assert decoded(decoder) == decoded(decoder) == eager(target, drafter)
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["recording failed half way"]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.to("meta"),
+        lambda x: bool((x > 0).any()),
+    ],
+)
+def test_what_waits_for_the_device_is_refused_in_its_own_thread_alone(wait):
+    value = torch.ones(3)
+    with NoWaiting():
+        value += 1
+        assert in_a_thread(value.tolist) == [2.0] * 3
+        with pytest.raises(CannotCaptureError, match="synchroniz"):
+            wait(value)
