@@ -124,7 +124,7 @@ class _Head(nn.Module):
         x = self.blocks[0]([self._drop(part) for part in parts], backend)
         for layer in range(1, self.num_layers):
             x = self.blocks[min(layer, len(self.blocks) - 1)]([self._drop(x)], backend)
-        return self.lm_head(self._drop(x))
+        return self._drop(x)
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, self.dropout, self.training)
@@ -167,8 +167,8 @@ class HydraNetwork(DraftNetwork):
         """
         return hidden if self.prefix is None else self.prefix(hidden, positions, attend, self.backend)
 
-    def forward(self, head: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Logits of one head.
+    def states(self, head: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What enters the LM head of one head.
 
         Args:
             head: which one, from 0.
@@ -176,10 +176,19 @@ class HydraNetwork(DraftNetwork):
                 it in their order, the root's first.
 
         Returns:
-            [.., V] logits of the token after the last one.
+            [.., C].
         """
         rows = [part.reshape(-1, part.shape[-1]) for part in parts]
-        return self.heads[head](rows, self.backend).view(*parts[0].shape[:-1], self.config.vocab_size)
+        states: torch.Tensor = self.heads[head](rows, self.backend)
+        return states.view(parts[0].shape)
+
+    def forward(self, head: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits [.., V] of one head, the law of the token after the last one; arguments are those of `states`."""
+        return self.lm_head(head)(self.states(head, parts))
+
+    def lm_head(self, head: int) -> nn.Linear:
+        """The LM head of one head."""
+        return cast(_Head, self.heads[head]).lm_head
 
     @torch.no_grad()
     def start_from(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

@@ -15,15 +15,15 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from specdec.common.files import replace_folder
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.candidates import Candidates, Choose
+from specdec.drafting.candidates import Candidates, Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.common.placing import place
+from specdec.models.target.scores import Scores
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.levels import plan_levels
 from specdec.trees.shape import MAX_NODES, TreeShape
@@ -84,6 +84,7 @@ class DraftModel(Drafter):
         """Check the vocabulary, move to the target's device and lay out the levels."""
         place(self.model, target.device)
         self.draft_target = Target(self.model, backend=target.backend, fused=target.fused)
+        self._vocab_size = target.vocab_size
         self._missing = target.vocab_size - self.draft_target.vocab_size
         if abs(self._missing) > MAX_PADDING:
             raise ValueError(
@@ -123,13 +124,13 @@ class DraftModel(Drafter):
         first = torch.stack((self._previous, root), 1)
         output = self.draft_target.score(self._known(first), self._chain.depth, self._chain.ancestors, self._cache)
         self._cache.lengths += 2
-        candidates = [choose(self._over_target(output.logits[:, 1:]), self._num_ranks)]
+        candidates = [self._choose(choose, output.scores, slice(1, None))]
         for level in self._levels:
             tokens = self._known(candidates[-1].tokens.flatten(1)[:, level.candidate])
             output = self.draft_target.score(
                 tokens, level.depth, level.ancestors, self._cache, first_node=level.first_slot
             )
-            candidates.append(choose(self._over_target(output.logits[:, level.inner]), self._num_ranks))
+            candidates.append(self._choose(choose, output.scores, level.inner))
         return self._template.expand(Candidates.cat(candidates), root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
@@ -146,6 +147,7 @@ class DraftModel(Drafter):
         """Tokens that the draft model has; those that it lacks are padding, which no text holds."""
         return tokens.clamp(max=self.draft_target.vocab_size - 1) if self._missing > 0 else tokens
 
-    def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [B, M, V] over the target's vocabulary."""
-        return logits if self._missing == 0 else F.pad(logits, (0, self._missing), value=-torch.inf)
+    def _choose(self, choose: Choose, scores: Scores, places: slice | torch.Tensor) -> Candidates:
+        """Candidates at some places of a pass, of tokens that both models have."""
+        heads = scores.heads.over(self._vocab_size)
+        return choose_from(choose, heads, scores.states[:, places], self._num_ranks)

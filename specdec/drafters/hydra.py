@@ -14,10 +14,11 @@ from typing import ClassVar
 import torch
 
 from specdec.drafting.base import Prompt, Room
-from specdec.drafting.candidates import Candidates, Choose
+from specdec.drafting.candidates import Candidates, Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.lm_heads import LMHeads
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.levels import plan_levels
@@ -63,6 +64,8 @@ class Hydra(NetworkDrafter):
         """Check the sizes and move the network to the target's device and dtype."""
         super().bind(target)
         self._levels = plan_levels(self.shape, target.device)
+        heads = range(self.network.config.num_heads)
+        self._heads = [LMHeads.of(self.network.lm_head(head), backend=target.backend) for head in heads]
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """One state per row; with prefix attention, the keys and values of the text."""
@@ -83,12 +86,12 @@ class Hydra(NetworkDrafter):
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Candidates of every node that has children, a depth at a time."""
-        parts = [self._state(root)[:, None], self.embed(root.long())[:, None]]
-        lists = [choose(self.network(0, parts), self._num_ranks)]
+        parts = torch.stack((self._state(root), self.embed(root)), 1)[:, None]  # [B, nodes, parts, C]
+        lists = [self._choose(choose, 0, parts)]
         for head, level in enumerate(self._levels, start=1):
             tokens = lists[-1].tokens.flatten(1)[:, level.candidate]
-            parts = [*(part[:, level.parent] for part in parts), self.embed(tokens)]
-            lists.append(choose(self.network(head, parts), self._num_ranks))
+            parts = torch.cat((parts[:, level.parent], self.embed(tokens)[:, :, None]), 2)
+            lists.append(self._choose(choose, head, parts))
         return self._template.expand(Candidates.cat(lists), root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
@@ -97,6 +100,10 @@ class Hydra(NetworkDrafter):
             self._prefix.commit(verdict, output.hidden)
             return
         self._hidden.copy_(verdict.at_last_node(output.hidden))
+
+    def _choose(self, choose: Choose, head: int, parts: torch.Tensor) -> Candidates:
+        """Candidates of one head for nodes with these parts [B, n, P, C]."""
+        return choose_from(choose, self._heads[head], self.network.states(head, parts.unbind(2)), self._num_ranks)
 
     def _state(self, root: torch.Tensor) -> torch.Tensor:
         """What all heads read of the committed text: [B, C]."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lib.drafter_checks import begin
-from lib.families import build_model, random_prompts
+from lib.families import VOCAB_SIZE, build_model, random_prompts
 from specdec.drafters.amphista import Amphista
+from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.falcon import Falcon
@@ -15,7 +16,7 @@ from specdec.drafters.parallelspec import ParallelSpec
 from specdec.drafting.base import Prompt
 from specdec.drafting.candidates import Best
 from specdec.models.common import lm_heads
-from specdec.models.networks import amphista, hydra, medusa
+from specdec.models.networks import amphista, falcon, hydra, medusa
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
@@ -47,7 +48,7 @@ def propose(drafter, target, texts, roots):
     drafter.bind(target)
     lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
     prompt = Prompt(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths, max_length=int(max(lengths)) + 1)
-    with target.hooked():
+    with target.hooked(), drafter.session():
         cache = target.new_cache(len(texts), prompt.max_length)
         begin(drafter, prompt, target.prefill(prompt.tokens, lengths, cache))
         return drafter.draft(torch.tensor(roots, dtype=torch.int32), Best())
@@ -81,11 +82,23 @@ def test_the_kernels_propose_the_same_tree(drafter_class, settings, shape, gener
     count(medusa, "draft_heads")
     count(amphista, "draft_heads")
     count(hydra, "draft_heads_concat")
+    count(falcon, "lstm_recurrence")
     got = propose(drafter, Target(model, backend="triton"), texts, [5, 9])
     assert torch.equal(got.tokens, expected.tokens)
     assert torch.equal(got.parent, expected.parent)
     assert torch.equal(got.ancestors, expected.ancestors)
-    # Hydra's LM heads have biases, which the op does not know
-    used = {"hydra": {"draft_heads_concat"}, "medusa": {"draft_heads", "lm_head_topk"}}
-    used |= {"hydra++": used["hydra"], "amphista": used["medusa"]}
-    assert set(calls) == used.get(drafter.kind, {"lm_head_topk"})
+    also = {"falcon": ["lstm_recurrence"], "hydra": ["draft_heads_concat"], "medusa": ["draft_heads"]}
+    also |= {"hydra++": also["hydra"], "amphista": also["medusa"]}
+    assert set(calls) == {"lm_head_topk", *also.get(drafter.kind, [])}
+
+
+@pytest.mark.parametrize("missing", [-1, 0, 6])
+def test_a_draft_model_writes_no_logits_whatever_its_vocabulary(missing, generator, monkeypatch):
+    model, small = build_model("llama"), build_model("llama", seed=1)
+    small.resize_token_embeddings(VOCAB_SIZE - missing)
+    drafter, texts = DraftModel(small, TreeShape.from_k_config((3, 2))), random_prompts(generator, [7, 4])
+    expected = propose(drafter, Target(model, backend="reference"), texts, [5, 9])
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_heads.LMHeads, "logits", None)
+        got = propose(drafter, Target(model, backend="triton"), texts, [5, 9])
+    assert torch.equal(got.tokens, expected.tokens)
