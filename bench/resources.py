@@ -6,6 +6,8 @@
 A kernel fails if it spills registers or exceeds the shared memory of an architecture. Against the table it fails if it
 takes many more registers, uses other tensor-core instructions or loses asynchronous copies. The numbers depend on
 Triton, which brings its own assembler: with another version than the table's only spills and limits are checked.
+
+It is longer than other modules, as it is one list: a few lines for every op.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from specdec.kernels.accept_rejection import accept_rejection
 from specdec.kernels.accept_traversal import accept_traversal
 from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
+from specdec.kernels.emit_step import emit_step
 from specdec.kernels.lm_head_topk import lm_head_topk
 from specdec.kernels.lstm_recurrence import lstm_recurrence
 from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
@@ -92,6 +95,8 @@ def cases() -> dict[str, Launch]:
     for tree in [_PLAIN, _WIDE, _LARGEST]:
         found[_name("tree_expand", None, tree, torch.int64)] = _tree_expand(tree)
         found[_name("accept_greedy", None, tree, torch.int32)] = _accept_greedy(tree)
+        found[_name("emit_step", None, tree, torch.int32)] = _emit_step(tree, 1)
+    found[_name("emit_step_64_rows", None, _WIDE, torch.int32)] = _emit_step(_WIDE, 64)
     return dict(sorted((found | _glue_cases() | _weight_cases() | _sampling_cases()).items()))
 
 
@@ -272,6 +277,14 @@ def _two_laws(model: ModelShape, tree: TreeSize) -> tuple[torch.Tensor, ...]:
 
 def _accept_greedy(tree: TreeSize) -> Launch:
     return _accept(accept_greedy, tree, _int32(1, tree.num_nodes))
+
+
+def _emit_step(tree: TreeSize, rows: int) -> Launch:
+    has_nan = torch.empty(rows, tree.num_nodes, dtype=torch.bool, device="meta")
+    verdict, stops = (_int32(rows), _int32(rows, tree.max_depth + 1)), _int32(2)
+    changed = _int32(rows, _CAPACITY), *(_int32(rows) for _ in range(4)), _int32(2)
+    step = torch.empty((), dtype=torch.int64, device="meta")
+    return _launch(emit_step, *verdict, _int32(1), has_nan, stops, *changed, step, _int32(_CAPACITY, 2, rows))
 
 
 def _accept_naive(model: ModelShape, tree: TreeSize) -> Launch:

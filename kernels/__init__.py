@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specdec.kernels.common.topk import TopK
     from specdec.kernels.common.verdict import Verdict
     from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
+    from specdec.kernels.emit_step import emit_step
     from specdec.kernels.kv_compact import kv_compact
     from specdec.kernels.lm_head_topk import lm_head_topk
     from specdec.kernels.lstm_recurrence import lstm_recurrence
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "Beam", "LaunchConfig", "RerankedTree", "TopK", "Verdict", "accept_greedy", "accept_naive"]
 __all__ += ["accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "beam_step", "commit_pairs"]
-__all__ += ["draft_heads", "draft_heads_concat", "kv_compact", "lm_head_topk", "lstm_recurrence"]
+__all__ += ["draft_heads", "draft_heads_concat", "emit_step", "kv_compact", "lm_head_topk", "lstm_recurrence"]
 __all__ += ["philox_exponential", "philox_uniform", "rms_norm", "rope_kv_write", "sample_probs", "sample_race"]
 __all__ += ["skinny_linear", "swiglu", "tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
 

@@ -15,7 +15,8 @@ A function returns the cost of one call; for an op of a layer, of one layer. Siz
 from dataclasses import dataclass
 
 __all__ = ["H200", "Cost", "Machine", "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal"]
-__all__ += ["accept_typical", "beam_step", "commit_pairs", "draft_heads", "draft_heads_concat", "kv_compact"]
+__all__ += ["accept_typical", "beam_step", "commit_pairs", "draft_heads", "draft_heads_concat", "emit_step"]
+__all__ += ["kv_compact"]
 __all__ += ["lm_head_topk", "lstm_recurrence", "philox_uniform", "rms_norm", "rope_kv_write", "sample_race"]
 __all__ += ["skinny_linear", "swiglu"]
 __all__ += ["tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
@@ -111,6 +112,17 @@ def commit_pairs(*, batch: int, path_length: int, width: int, element_bytes: int
     """Cost of commit_pairs without pairs to keep: a state per place in and out; the verdict, tokens and counts."""
     num_numbers = 3 * path_length + 2 + 2  # path, tokens in and out, accepted, count, and a place of twice the size
     return Cost(num_bytes=batch * (2 * path_length * width * element_bytes + num_numbers * _INT32_BYTES))
+
+
+def emit_step(*, batch: int, num_emitted: int, num_places: int, num_stops: int) -> Cost:
+    """Cost of emit_step: tokens in and out, four numbers of each request in and out, two noted, a flag of each place.
+
+    `num_emitted` tokens are emitted, summed over the batch; logits were computed at `num_places` of each request.
+    """
+    tokens = 2 * num_emitted * _INT32_BYTES
+    rows = batch * ((1 + 2 * 4 + 2) * _INT32_BYTES + num_places)
+    shared = (1 + num_stops + 2 * 2) * _INT32_BYTES + 2 * _INT64_BYTES  # deepest, progress; the step
+    return Cost(num_bytes=tokens + rows + shared)
 
 
 def tree_expand(*, batch: int, num_nodes: int, candidate_bytes: int) -> Cost:

@@ -128,14 +128,18 @@ class KVCache(Cache):
         """Say which pass writes next; its slots are asked for only if a layer writes by `update`."""
         self._slots.of(one)
 
-    def commit(self, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
-        """Keep the accepted path of the tree and drop the rest.
+    def compact(self, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        """Move the accepted path of the tree behind the prefix; the caller adds `num_accepted + 1` to the lengths.
 
         Args:
             path: [B, P] int32 accepted nodes from the root (node 0), -1 padded.
             num_accepted: [B] int32 accepted draft tokens; the root is kept too. -1 keeps nothing (a finished row).
         """
         kv_compact(self.data, self.lengths, path, num_accepted, backend=self.backend)
+
+    def commit(self, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        """Keep the accepted path of the tree and drop the rest; arguments as of `compact`."""
+        self.compact(path, num_accepted)
         self.lengths += num_accepted + 1
 
     def copy_of(self, num_rows: int) -> "KVCache":

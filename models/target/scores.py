@@ -56,11 +56,11 @@ class Scores:
 
     @cached_property
     def has_nan(self) -> torch.Tensor:
-        """[B] bool: whether a logit of the row is NaN."""
+        """[B, M] or [B, 1] bool: whether a logit of the place, or of any place of the row, is NaN."""
         if self._unwritten is not None:
-            return self._unwritten.has_nan.any(1)
+            return self._unwritten.has_nan
         # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
-        return torch.isnan(self.logits.sum((1, 2), dtype=torch.float32))
+        return torch.isnan(self.logits.sum((1, 2), dtype=torch.float32))[:, None]
 
     @cached_property
     def _unwritten(self) -> TopK | None:

@@ -49,10 +49,6 @@ class Uniforms:
         """[B, count] float32 exponential variates of rate 1 of the current step."""
         return philox_exponential(self.seeds, self.step, stream=int(stream), count=count, backend=self.backend)
 
-    def next_step(self) -> None:
-        """Go on to the numbers of the next step."""
-        self.step += 1
-
 
 def row_seeds(seed: int | Sequence[int] | torch.Generator | None, batch_size: int) -> torch.Tensor:
     """One seed per row.

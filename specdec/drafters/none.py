@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from specdec.drafting.base import Drafter, Prompt, Room
+from specdec.drafting.base import Drafter, Prompt
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
@@ -37,17 +37,13 @@ class NoDrafter(Drafter):
         """Place the one-node tree on the target's device."""
         self._template = TreeTemplate(self.shape, target.device)
 
-    def allocate(self, room: Room, device: torch.device) -> None:
-        """No row is ever offered anything."""
-        self._reach = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
-
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Nothing to remember."""
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """The root alone."""
         table = self._template
-        return DraftTree(root[:, None], table.parent, table.depth, table.ancestors, self._reach, max_depth=0)
+        return DraftTree(root[:, None], table.parent, table.depth, table.ancestors, table.deepest, max_depth=0)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Nothing to learn."""

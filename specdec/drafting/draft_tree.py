@@ -27,7 +27,7 @@ class DraftTree:
         parent: [B or 1, N] int32, `parent[i] < i`; -1 for the root and for padding.
         depth: [B or 1, N] int32 distance from the root (root 0).
         ancestors: [B or 1, N, ceil(N / 32)] int32 words; bit j of row i says that node i may attend to node j.
-        deepest: [B] int32, depth of the deepest proposed node of each row; 0 when nothing was proposed.
+        deepest: [B or 1] int32, depth of the deepest proposed node of each row; 0 when nothing was proposed.
         max_depth: largest depth that any step of this drafter can have.
         laws: [B, M, V] logits of the laws that the tokens were drawn from; None if they were not drawn.
         law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
@@ -91,6 +91,7 @@ class TreeTemplate:
         self.parent = table(parent)[None]
         self.depth = self.node_depth[None]
         self.ancestors = table(shape.ancestor_words)[None]
+        self.deepest = table([shape.max_depth])
 
     def expand(self, candidates: Candidates, root: torch.Tensor) -> DraftTree:
         """Fill the tree.
@@ -106,7 +107,7 @@ class TreeTemplate:
             self.parent,
             self.depth,
             self.ancestors,
-            deepest=torch.full_like(root, self.shape.max_depth),
+            deepest=self.deepest,
             max_depth=self.shape.max_depth,
             laws=candidates.laws,
             law_row=None if candidates.laws is None else self.law_row,

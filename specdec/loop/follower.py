@@ -34,8 +34,7 @@ class Follower:
         self._num_steps = -1  # whose messages were taken; the prompt's is that of step 0
         self._num_output = [0] * num_rows
         self._ended: set[int] = set()  # by `on_step`
-        width = state.output.shape[1] - state.room.max_new_tokens  # most tokens of a step
-        self._newest = torch.arange(-width, 0, device=state.output.device)
+        self._newest = torch.arange(-state.path_length, 0, device=state.output.device)
 
     @property
     def message_size(self) -> int:
@@ -54,7 +53,7 @@ class Follower:
             return state.progress
         num_output = state.num_output[:num_rows]
         newest = state.output[:num_rows].gather(1, (num_output[:, None] + self._newest).clamp_(min=0))
-        return torch.cat((state.progress, num_output.int(), state.budget[:num_rows], newest.flatten()))
+        return torch.cat((state.progress, num_output, state.budget[:num_rows], newest.flatten()))
 
     def take(self, message: list[int], output: StepOutput | None = None) -> bool:
         """Take in the next message.
@@ -90,5 +89,5 @@ class Follower:
         self._num_output = num_output
         if any(budget > 0 and row not in self._ended for row, budget in enumerate(budgets)):
             return True
-        self._state.num_steps.fill_(self._num_steps)  # further ones were surplus
+        self._state.uniforms.step.fill_(self._num_steps + 1)  # further ones were surplus
         return False

@@ -15,6 +15,7 @@ import torch
 from specdec.common.randomness import Uniforms
 from specdec.drafting.base import Prompt, Room
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.emit_step import emit_step
 from specdec.kernels.sample_probs import WarpSettings
 from specdec.models.common.cache import KVCache
 from specdec.models.target.target import Target
@@ -28,24 +29,26 @@ class DecodeState:
 
     Attributes:
         room: the sizes that the tensors were made for.
+        path_length: most tokens that a step emits per row.
         cache: the target's keys and values, with the committed length of each row.
         uniforms: the random numbers of this call.
         settings: [B, 5] float32, what `warp_logits` takes; read by steps that process logits.
-        text: [B, max_prompt + max_new_tokens + slack] int32, `prompt` and `output` in one memory, -1 where there is no
+        text: [B, max_prompt + max_new_tokens] int32, `prompt` and `output` in one memory, -1 where there is no
             token.
         prompt: [B, max_prompt] int32, -1 where a row has no token.
         root: [B] int32, last emitted token, not yet in the cache.
         budget: [B] int32, tokens that each row may still emit; 0 for a finished row.
-        output: [B, max_new_tokens + slack] int32, emitted tokens, -1 padded.
-        num_output: [B] int64, emitted tokens per row.
+        output: [B, max_new_tokens] int32, emitted tokens, -1 padded.
+        num_output: [B] int32, emitted tokens per row.
         progress: [2] int32: 1 while any row is running, else 0; and the first step whose logits held NaN, -1 if there
             is none. What the host asks for.
-        num_steps: [1] int64, steps in which any row was running.
-        step_emitted: [max_new_tokens, B] int32, tokens that each row emitted in each of these steps.
-        step_deepest: [max_new_tokens, B] int32, depth of the deepest node that was proposed.
+        steps: [max_new_tokens + 1, 2, B] int32, of each step in which any row was running, the prompt first: tokens
+            that each row emitted, and the depth of the deepest node that was proposed. Steps are counted by
+            `uniforms.step`.
     """
 
     room: Room
+    path_length: int
     cache: KVCache
     uniforms: Uniforms
     settings: torch.Tensor
@@ -56,9 +59,7 @@ class DecodeState:
     output: torch.Tensor
     num_output: torch.Tensor
     progress: torch.Tensor
-    num_steps: torch.Tensor
-    step_emitted: torch.Tensor
-    step_deepest: torch.Tensor
+    steps: torch.Tensor
 
     @classmethod
     def new(cls, target: Target, room: Room, *, num_nodes: int, max_depth: int, device: torch.device) -> "DecodeState":
@@ -76,10 +77,10 @@ class DecodeState:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         rows = room.batch_size
-        # a step writes all places of its longest path; what is past a row's count is overwritten by its next step
-        text = full(rows, room.max_prompt + room.max_new_tokens + max_depth + 1, value=-1)
+        text = full(rows, room.max_prompt + room.max_new_tokens, value=-1)
         return cls(
             room=room,
+            path_length=max_depth + 1,
             cache=target.new_cache(rows, room.max_length + num_nodes, device=device),
             uniforms=Uniforms(full(rows, value=0, dtype=torch.int64), backend=target.backend),
             settings=WarpSettings().on(device).repeat(rows, 1),
@@ -88,12 +89,10 @@ class DecodeState:
             root=full(rows, value=0),
             budget=full(rows, value=0),
             output=text[:, room.max_prompt :],
-            num_output=full(rows, value=0, dtype=torch.int64),
+            num_output=full(rows, value=0),
             progress=full(2, value=-1),
-            num_steps=full(1, value=0, dtype=torch.int64),
-            # prefill emits a token, so a generation has max_new_tokens - 1 steps; the last place is for surplus ones
-            step_emitted=full(room.max_new_tokens, rows, value=0),
-            step_deepest=full(room.max_new_tokens, rows, value=0),
+            # the prompt's token is a step too; the last place is for surplus ones
+            steps=full(room.max_new_tokens + 1, 2, rows, value=0),
         )
 
     def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor, settings: torch.Tensor) -> None:
@@ -118,44 +117,38 @@ class DecodeState:
         self.budget.copy_((self.room.max_length - prompt.lengths).clamp(0, max_new_tokens))
         self.budget[num_rows:] = 0
         self.num_output.zero_()
-        self.progress[0].zero_()
+        self.progress[0].fill_(1)
         self.progress[1].fill_(-1)
-        self.num_steps.zero_()
-        self.step_emitted.zero_()
+        self.steps.zero_()
 
-    def emit(self, root: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, stops: torch.Tensor | None) -> None:
-        """Append tokens, and end the rows that emitted a stop token.
+    def emit(
+        self, verdict: Verdict, deepest: torch.Tensor, has_nan: torch.Tensor, stops: torch.Tensor | None, *, grows: bool
+    ) -> None:
+        """Append what was emitted, end the rows that have finished, and note what the step did.
 
         Args:
-            root: [B] int32 the last token of each row, whether emitted now or before.
-            tokens: [B, P] int32 new tokens, -1 padded.
-            counts: [B] int32 how many of them are real.
+            verdict: of the step; of the prompt, one with a path of the root alone.
+            deepest: [B or 1] int32 depth of the deepest node that was proposed.
+            has_nan: [B, M] bool whether there was a NaN among the logits of a place.
             stops: [E] int32 stop tokens.
+            grows: whether the emitted tokens' predecessors are in the cache now, which grows by as many.
         """
-        columns = self.num_output[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.output.scatter_(1, columns, tokens)
-        self.root.copy_(root)
-        self.num_output.add_(counts)
-        self.budget.sub_(counts)
-        if stops is not None:
-            self.budget.masked_fill_((root[:, None] == stops).any(1), 0)
-        self.progress[0].copy_(self.budget.any())
-
-    def emit_step(self, verdict: Verdict, deepest: torch.Tensor, stops: torch.Tensor | None) -> None:
-        """Append what a step accepted, and note what it did; `deepest [B]` is that of its tree."""
-        counts = verdict.num_emitted
-        # with all rows finished the step leaves zeros in the place that is written next, or in the last one
-        self.step_emitted.index_copy_(0, self.num_steps, counts[None])
-        self.step_deepest.index_copy_(0, self.num_steps, deepest[None])
-        self.num_steps.add_(self.progress[0])
-        self.emit(verdict.next_root, verdict.emitted, counts, stops)
-
-    def note_nan(self, has_nan: torch.Tensor, *, is_prefill: bool = False) -> None:
-        """Remember the first step at which a running row `has_nan [B]` among its logits; prefill is step 0."""
-        is_nan = (has_nan & (self.budget > 0)).any()
-        first = self.progress[1]
-        step = 0 if is_prefill else self.num_steps[0] + 1
-        first.copy_(torch.where(is_nan & (first < 0), step, first))
+        emit_step(
+            verdict.num_accepted,
+            verdict.emitted,
+            deepest,
+            has_nan,
+            stops,
+            self.output,
+            self.num_output,
+            self.root,
+            self.budget,
+            self.cache.lengths if grows else None,
+            self.progress,
+            self.uniforms.step,
+            self.steps,
+            backend=self.cache.backend,
+        )
 
     def cut(self, row: int, kept: int, num_steps: int) -> None:
         """End a row with its first `kept` tokens, which the prompt and the first `num_steps` steps emitted.
@@ -168,9 +161,9 @@ class DecodeState:
         self.root[row].copy_(self.output[row, max(kept - 1, 0)])
         self.budget[row].fill_(0)
         self.progress[0].copy_(self.budget.any())
-        self.step_emitted[num_steps:, row].fill_(0)
-        if num_steps > 0:  # the last of them loses what was dropped; the first token is no step's
-            self.step_emitted[num_steps - 1, row].copy_(kept - 1 - self.step_emitted[: num_steps - 1, row].sum())
+        self.steps[num_steps + 1 :, 0, row].fill_(0)
+        # the last of them, or the prompt, loses what was dropped
+        self.steps[num_steps, 0, row].copy_(kept - self.steps[:num_steps, 0, row].sum())
 
     def tokens(self, num_rows: int) -> list[list[int]]:
         """The emitted tokens of the first rows."""
@@ -184,11 +177,10 @@ class DecodeState:
         Returns:
             Both, a list per row, and the number of steps.
         """
-        num_steps = int(self.num_steps)
+        num_steps = max(int(self.uniforms.step) - 1, 0)  # the prompt's is none
         emitted: list[list[int]] = [[] for _ in range(num_rows)]
         deepest: list[list[int]] = [[] for _ in range(num_rows)]
-        steps = zip(self.step_emitted[:num_steps].tolist(), self.step_deepest[:num_steps].tolist(), strict=True)
-        for step_emitted, step_deepest in steps:
+        for step_emitted, step_deepest in self.steps[1 : num_steps + 1].tolist():
             for row in range(num_rows):
                 if step_emitted[row]:
                     emitted[row].append(step_emitted[row])

@@ -11,6 +11,7 @@ import torch
 
 from specdec.drafting.base import Drafter, Prompt
 from specdec.drafting.draft_tree import DraftTree
+from specdec.kernels.common.verdict import Verdict
 from specdec.loop.processing import Processing
 from specdec.loop.rules import AcceptanceRule, Limits
 from specdec.loop.state import DecodeState
@@ -102,10 +103,10 @@ class Generation:
         scores = self._scores(output)
         processed = self._process(scores, None)
         root = self.target.broadcast_from_first(self.rule.first(processed, state.uniforms))
-        state.note_nan(scores.has_nan, is_prefill=True)
-        counts = (state.budget > 0).int()
-        state.emit(root, root[:, None], counts, self.stop_tokens)
-        return StepOutput(torch.zeros_like(root)[:, None], scores, processed)
+        is_first = torch.zeros_like(root)
+        verdict = Verdict(is_first[:, None], torch.where(state.budget > 0, is_first, -1), root, root[:, None])
+        state.emit(verdict, is_first, scores.has_nan, self.stop_tokens, grows=False)
+        return StepOutput(verdict.path, scores, processed)
 
     def step(self) -> StepOutput:
         """One step. Emits `num_accepted + 1` tokens per running row.
@@ -114,7 +115,6 @@ class Generation:
         capture it once and replay it.
         """
         state = self.state
-        state.uniforms.next_step()
         with self.timer.phase("draft"):
             choose = self.rule.chooser(self.processing.law(state.settings), state.uniforms)
             tree = self.target.broadcast_from_first(self.drafter.draft(state.root, choose))
@@ -126,11 +126,10 @@ class Generation:
             processed = self._process(scores, tree)
             limits = Limits(state.budget, self.stop_tokens, self.target.backend)
             verdict = self.target.broadcast_from_first(self.rule.verify(tree, processed, limits, state.uniforms))
-            state.note_nan(has_nan)
         with self.timer.phase("commit"):
-            state.cache.commit(verdict.path, verdict.num_accepted)
+            state.cache.compact(verdict.path, verdict.num_accepted)
             self.drafter.commit(verdict, output)
-            state.emit_step(verdict, tree.deepest, self.stop_tokens)
+            state.emit(verdict, tree.deepest, has_nan, self.stop_tokens, grows=True)
         return StepOutput(verdict.path, scores, processed)
 
     def _scores(self, output: TargetOutput | PrefillOutput) -> Scores:

@@ -213,6 +213,8 @@ COSTS = {
     "expand": (cost.tree_expand(batch=2, num_nodes=5, candidate_bytes=8), 2 * (32 + 8) + 60 + 80, 0),
     # 10 tokens, 10 targets, 5 parents, 2 budgets, 1 stop token; 2 rows of 3 + 3 + 2
     "accept": (cost.accept_greedy(batch=2, num_nodes=5, max_depth=2, num_stop_tokens=1), 4 * (28 + 16), 0),
+    # 5 tokens in and out; 2 rows of 11 numbers and 3 flags; deepest, a stop token, progress and the step in and out
+    "emit": (cost.emit_step(batch=2, num_emitted=5, num_places=3, num_stops=1), 40 + 2 * 47 + 24 + 16, 0),
     "norm": (cost.rms_norm(num_rows=3, width=8, element_bytes=2), 2 * 8 * (3 + 3 + 1), 4 * 24),
     "add and norm": (cost.rms_norm(num_rows=3, width=8, element_bytes=2, residual=True), 2 * 8 * (6 + 6 + 1), 5 * 24),
     "linear": (cost.skinny_linear(num_rows=2, num_outputs=3, num_columns=5, element_bytes=2), 2 * (15 + 10 + 6), 60),

@@ -190,7 +190,7 @@ SINGLE = {name for name in CALLS if sum(case[0] == name for case in TENSORS) == 
 OF_ANY_SHAPE = {("rms_norm", "x"), ("swiglu", "gate_up")}  # all but the last dimension are rows
 
 
-OTHER_WIDTH = {torch.int32: torch.int64, torch.int64: torch.int32, torch.float32: torch.float64}
+OTHER_WIDTH = {torch.int32: torch.int64, torch.int64: torch.int32, torch.float32: torch.float64, torch.bool: torch.int8}
 OF_EITHER_WIDTH = {
     ("beam_step", "tokens"),
     ("lstm_recurrence", "counts"),

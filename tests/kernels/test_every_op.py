@@ -28,6 +28,7 @@ LAST_PROGRAMS = {
     "commit_pairs": (2, 2, 0),
     "draft_heads": (0, 17, 1),
     "draft_heads_concat": (0, 1, 1),
+    "emit_step": (0, 0, 0),
     "kv_compact": (1, 3, 2),
     "lm_head_topk": (5, 2, 1),
     "lstm_recurrence": (1, 4, 0),

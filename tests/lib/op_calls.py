@@ -83,6 +83,15 @@ def pairs_of(generator, path, width, *, keep):
     return (*pending, states, path, path + 1, int32([1, -1, num_new - 1])), {"keep": keep}
 
 
+def end_of_step(g, n, lengths):
+    """Whether any row goes on, or has a NaN, is one number: so the first and the last do; the other is finished."""
+    verdict = int32([1, -1, n - 1]), randint(g, 0, 7, BATCH, n), int32([n])
+    has_nan = rand(g, BATCH, n) > torch.arange(n, device=DEVICE)
+    rows = int32([1, 0, n]), int32([7, 8, 9]), int32([4, 0, 9 + n]), int32(lengths)
+    noted = int32([1, -1]), int64([7])[0], randint(g, 0, 9, 9, 2, BATCH)
+    return *verdict, has_nan, int32([8, 7]), randint(g, 0, 9, BATCH, 3 * n), *rows, *noted
+
+
 def calls(sizes):
     """A call of every op, as (positional, keyword) arguments."""
     g = torch.Generator().manual_seed(1)
@@ -97,7 +106,7 @@ def calls(sizes):
     limits = {"max_depth": n - 1, "budget": int32([2, 0, 9]), "stop_tokens": int32([4, vocab - 1])}
     lengths, names, step = int32(sizes.lengths), int32([5, -9, 77]), int32([7])
     level = randint(g, 0, 32000, BATCH, beams, 4), -rand(g, BATCH, beams, 4), -rand(g, BATCH, beams)
-    pool_parent = randint(g, -1, 4, BATCH, beams)
+    pool_parent, lm_weight = randint(g, -1, 4, BATCH, beams), randn(g, 2, 16 + width // 4, 16)
     nodes = randint(g, -1, beams, sizes.tree), randint(g, 0, 4, sizes.tree), randint(g, 0, 6, sizes.tree)
     q, k, v = randn(g, BATCH, n, 4, dim), randn(g, BATCH, n, 2, dim), randn(g, BATCH, n, 2, dim)
     slots = torch.stack([torch.randperm(7, generator=g)[:n] for _ in range(BATCH)]).int().to(q.device)
@@ -108,7 +117,6 @@ def calls(sizes):
     asking = randn(g, BATCH, sizes.attended, 4, 16), tree_words(g, sizes.attended)
     states, weight = randn(g, *sizes.heads, BATCH, width), randn(g, *sizes.heads, 70, width)
     heads = randn(g, *(sizes.heads or (1,)), width, width, scale=width**-0.5)
-    lm_weight = randn(g, 2, 16 + width // 4, 16)
     parts = [randn(g, BATCH, 70) for _ in range(max(2, width // 70 + 1))]
     mixing, bias = randn(g, 2, 70, 70 * len(parts)), randn(g, 2, 70)
     rows = (BATCH,) if sizes is LARGE else (BATCH, n)  # of one dimension they are read where they lie
@@ -128,6 +136,7 @@ def calls(sizes):
         "commit_pairs": pairs_of(g, path, width, keep=2 * (sizes is SMALL)),
         "draft_heads": ((states, heads, randn(g, *heads.shape[:2])), {}),
         "draft_heads_concat": ((parts, mixing[0], bias[0], mixing[1], bias[1]), {}),
+        "emit_step": (end_of_step(g, n, sizes.lengths), {}),
         "kv_compact": ((cache, lengths.clamp(max=2), path, int32([0, path.shape[1] - 1, 2])), {}),
         "lm_head_topk": ((randn(g, 2, BATCH, 16), lm_weight), {"k": 4, "bias": randn(g, *lm_weight.shape[:2])}),
         "lstm_recurrence": lstm_call(g, 2 * beams),
