@@ -39,8 +39,7 @@ def test_a_draft_follows_the_equations_one_pair_at_a_time(block_size, recurrent,
 def test_the_published_tree_gets_the_ranks_of_its_paths():
     model = build_model("llama")
     network = make_network(model)
-    shape = Falcon.default_tree(network.config)
-    assert shape == TreeShape.preset("falcon/kmask2_8layer_tree")
+    shape = TreeShape.preset("falcon/kmask2_8layer_tree")
     drafter, text, root = Falcon(network, shape), torch.tensor([3, 8, 1]), 5
     tree = propose(drafter, model, text, root)
     assert [blocks.parent.shape[0] for blocks in drafter._passes] == [7, 11, 12]
@@ -156,9 +155,12 @@ def test_trees_of_too_many_blocks_are_refused():
         Falcon(network, TreeShape.from_k_config((2, 2, 2, 20, 1)))
 
 
-@pytest.mark.parametrize(("block_size", "depth"), [(1, 8), (2, 8), (3, 6), (4, 8), (5, 5), (9, 8)])
-def test_the_default_tree_is_as_deep_as_whole_blocks_go(block_size, depth):
+@pytest.mark.parametrize(("block_size", "depth"), [(1, 6), (2, 6), (3, 6), (4, 6), (5, 5), (9, 6)])
+def test_the_default_tree_is_64_nodes_of_the_published_one(block_size, depth):
+    published = TreeShape.preset("falcon/kmask2_8layer_tree")
     config = FalconConfig.for_target(build_model("llama").config, block_size=block_size)
-    assert Falcon.default_tree(config).max_depth == depth
+    shape = Falcon.default_tree(config)
+    assert (shape.num_nodes, shape.max_depth) == (64, depth)
+    assert set(shape.rank_paths) < set(published.rank_paths)
     small = FalconConfig.for_target(build_model("llama").config, block_size=block_size, vocab_size=5)
     assert Falcon.default_tree(small).max_rank == 4
