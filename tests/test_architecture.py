@@ -48,7 +48,7 @@ MAX_MODULE_LINES = 450
 MAX_FUNCTION_LINES = 60  # signature and body; docstrings are free
 MAX_KERNEL_LINES = 80  # body
 # Files or "file::function" that are longer and say why in their docstring.
-ARGUED_SIZES: frozenset[str] = frozenset({"bench/resources.py"})
+ARGUED_SIZES: frozenset[str] = frozenset()
 
 # Names that mean two things in the field (docs/glossary.md), and a decorator that needs a device.
 BANNED = re.compile(r"\b(accept_length|acc_len)\b|@triton\.autotune\b")

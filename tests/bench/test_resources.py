@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from specdec.bench.compiled.cases import cases
 from specdec.bench.compiled.compile_only import CompiledKernel, compile_launches
-from specdec.bench.resources import ARCHITECTURES, cases, compare, read_table, table_text
+from specdec.bench.resources import ARCHITECTURES, compare, read_table, table_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SM_90A = ARCHITECTURES["sm_90a"]
@@ -33,7 +34,7 @@ def test_every_kernel_compiles_without_spills_or_regressions():
 
 ROPE_PTX = """
 from specdec.bench.compiled.compile_only import _recorded_launches
-from specdec.bench.resources import cases
+from specdec.bench.compiled.cases import cases
 for name, launch in cases().items():
     if name.startswith("rope_kv_write/"):
         with _recorded_launches(90) as kernels:

@@ -15,7 +15,7 @@ OPS = ["add_rms_norm", "rms_norm", "rope_kv_write", "swiglu", "tree_attention"]
 SCRIPT = """
 import json
 from specdec.bench.compiled.compile_only import _recorded_launches
-from specdec.bench.resources import cases
+from specdec.bench.compiled.cases import cases
 found = {}
 for name, launch in cases().items():
     if name.split("/")[0] in %r and "Llama-2-7B" in name and "float16" not in name.replace("bfloat16", ""):
