@@ -63,7 +63,8 @@ class _Reads(TorchDispatchMode):
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads = dict.fromkeys(tensors, 0.0)
-        self._names = {tensor.untyped_storage().data_ptr(): (name, tensor.numel()) for name, tensor in tensors.items()}
+        # by place: of weights that are packed side by side any part may be read on its own
+        self._places = [(tensor.data_ptr(), tensor.nbytes, name) for name, tensor in tensors.items()]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,9 +73,9 @@ class _Reads(TorchDispatchMode):
         if not func.is_view and func.name().split(".")[0] not in _ROW_READERS:
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
-                    found = self._names.get(tensor.untyped_storage().data_ptr())
-                    if found is not None:
-                        self.reads[found[0]] += min(1.0, tensor.numel() / found[1])
+                    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                    for place, size, name in self._places:
+                        self.reads[name] += max(0, min(end, place + size) - max(begin, place)) / size
         return func(*args, **kwargs)
 
 

@@ -16,11 +16,13 @@ from specdec.kernels.emit_step import emit_step
 from specdec.kernels.reference.emit_step import emit_step as reference
 
 _NUM_STOPS = 2
+_MOST_CALLS = 1 << 18
 
 
 def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
     """Every request accepts the path to the last node of the tree and has budget left; no stop token comes up."""
     device, batch, path_length = generator.device, shape.batch, len(shape.tree.path())
+    room = _MOST_CALLS * path_length  # every call appends
     int32 = functools.partial(torch.tensor, dtype=torch.int32, device=device)
     emitted = torch.arange(path_length, dtype=torch.int32, device=device).repeat(batch, 1)
     return Call(
@@ -30,14 +32,14 @@ def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
             int32([path_length - 1]),
             torch.zeros(batch, shape.tree.num_nodes, dtype=torch.bool, device=device),
             int32([-1] * _NUM_STOPS),
-            torch.full((batch, shape.context), -1, dtype=torch.int32, device=device),
+            torch.full((batch, room), -1, dtype=torch.int32, device=device),
             int32([0] * batch),
             int32([1] * batch),
-            int32([shape.context] * batch),
+            int32([room] * batch),
             int32([shape.context] * batch),
             int32([1, -1]),
             torch.zeros((), dtype=torch.int64, device=device),
-            torch.zeros(4, 2, batch, dtype=torch.int32, device=device),
+            torch.zeros(_MOST_CALLS, 2, batch, dtype=torch.int32, device=device),
         )
     )
 

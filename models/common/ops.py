@@ -1,4 +1,4 @@
-"""What surrounds attention in a layer: by the kernels, or by PyTorch's own operators where gradients are wanted.
+"""What surrounds attention in a layer: by the kernels, or by PyTorch's own operators where something is learnt.
 
 Equation:   norm(x); norm(x + r) and x + r; W_1 x, .., W_n x; SiLU(Gate x) * Up x
 Source:     the ops `rms_norm`, `add_rms_norm` and `swiglu` of specdec.kernels, which have no backward pass
@@ -17,12 +17,18 @@ from specdec.kernels.rms_norm import add_rms_norm, rms_norm
 from specdec.kernels.swiglu import swiglu
 from specdec.models.common.packing import packed
 
-__all__ = ["add_rms_normed", "gated", "projected", "rms_normed"]
+__all__ = ["add_rms_normed", "gated", "needs_pytorch", "projected", "rms_normed"]
+
+
+def needs_pytorch(x: torch.Tensor) -> bool:
+    """Whether PyTorch's own operators have to run: for gradients, or in mixed precision, which casts for each one."""
+    kind = x.device.type
+    return torch.is_grad_enabled() or (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
 
 
 def rms_normed(x: torch.Tensor, norm: nn.RMSNorm, backend: Backend | None) -> torch.Tensor:
     """`norm` of x [.., C]."""
-    if torch.is_grad_enabled():
+    if needs_pytorch(x):
         return norm(x)
     return rms_norm(x, norm.weight, eps=_eps(norm), backend=backend)
 
@@ -31,7 +37,7 @@ def add_rms_normed(
     x: torch.Tensor, residual: torch.Tensor, norm: nn.RMSNorm, backend: Backend | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm` of the sum of x and residual, [.., C] both, and the sum."""
-    if torch.is_grad_enabled():
+    if needs_pytorch(x):
         summed = residual + x
         return norm(summed), summed
     return add_rms_norm(x, residual, norm.weight, eps=_eps(norm), backend=backend)
@@ -39,7 +45,7 @@ def add_rms_normed(
 
 def projected(x: torch.Tensor, linears: Sequence[nn.Linear]) -> Sequence[torch.Tensor]:
     """What each of the layers makes of x [.., C]; one product of all where their weights are packed."""
-    together = None if torch.is_grad_enabled() else packed(linears)
+    together = None if needs_pytorch(x) else packed(linears)
     if together is None:
         return [linear(x) for linear in linears]
     return F.linear(x, *together).split([linear.out_features for linear in linears], -1)
@@ -47,7 +53,7 @@ def projected(x: torch.Tensor, linears: Sequence[nn.Linear]) -> Sequence[torch.T
 
 def gated(x: torch.Tensor, gate: nn.Linear, up: nn.Linear, backend: Backend | None) -> torch.Tensor:
     """SiLU(gate x) * (up x) of x [.., C]."""
-    if torch.is_grad_enabled():
+    if needs_pytorch(x):
         return F.silu(gate(x)) * up(x)
     together = packed((gate, up))
     return swiglu(torch.cat((gate(x), up(x)), -1) if together is None else F.linear(x, *together), backend=backend)

@@ -20,7 +20,7 @@ from torch import nn
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.draft_heads import draft_heads
 from specdec.models.common.lm_heads import LMHeads
-from specdec.models.common.ops import projected, rms_normed
+from specdec.models.common.ops import needs_pytorch, projected, rms_normed
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, LayerNetworkConfig, Rotary
 
@@ -154,7 +154,7 @@ class AmphistaNetwork(DraftNetwork):
         """
         half = self.config.num_heads // 2
         read = torch.cat((first.expand(half, -1, -1), second.expand(self.config.num_heads - half, -1, -1)))
-        if torch.is_grad_enabled():  # the kernel has no backward pass
+        if needs_pytorch(read):
             states = read + F.silu(torch.baddbmm(self.mlp_bias[:, None], read, self.mlp_weight.mT))
         else:
             states = draft_heads(read, self.mlp_weight, self.mlp_bias, backend=self.backend)

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.draft_heads import MAX_PARTS, draft_heads_concat
+from specdec.models.common.ops import needs_pytorch
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, Rotary
 
@@ -103,7 +104,7 @@ class _Block(nn.Module):
 
     def forward(self, parts: Sequence[torch.Tensor], backend: Backend | None) -> torch.Tensor:
         residual = self.residual
-        if torch.is_grad_enabled():  # the kernel has no backward pass
+        if needs_pytorch(parts[0]):
             x = torch.cat(list(parts), -1)
             return (x if residual is None else residual(x)) + F.silu(self.linear(x))
         weights = () if residual is None else (residual.weight, residual.bias)

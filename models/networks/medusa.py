@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from specdec.kernels.draft_heads import draft_heads
 from specdec.models.common.lm_heads import LMHeads
+from specdec.models.common.ops import needs_pytorch
 from specdec.models.networks.base import DraftNetwork
 
 __all__ = ["MedusaConfig", "MedusaHeads"]
@@ -94,7 +95,7 @@ class MedusaHeads(DraftNetwork):
         state = hidden
         for layer in range(self.config.num_layers):
             weight, bias = self.block_weight[:num_heads, layer], self.block_bias[:num_heads, layer]
-            if torch.is_grad_enabled():  # the kernel has no backward pass
+            if needs_pytorch(hidden):
                 state = state.expand(num_heads, -1, -1)
                 state = state + F.silu(torch.baddbmm(bias[:, None], state, weight.mT))
             else:

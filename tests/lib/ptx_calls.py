@@ -26,10 +26,10 @@ CAPABILITY = 80
 # ops that take half precision, which tensor cores multiply and registers hold in pairs
 IN_HALF_PRECISION = [
     *("accept_naive", "accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "draft_heads"),
-    *("draft_heads_concat", "kv_compact", "lm_head_topk", "rms_norm", "rope_kv_write", "skinny_linear", "swiglu"),
-    *("tree_attention", "warp_logits"),
+    *("commit_pairs", "draft_heads_concat", "kv_compact", "lm_head_topk", "lstm_recurrence", "rms_norm"),
+    *("rope_kv_write", "skinny_linear", "swiglu", "tree_attention", "warp_logits"),
 ]
-FP32_ARGUMENTS = ("uniform", "uniform_final", "cos_sin_table")
+FP32_ARGUMENTS = ("uniform", "uniform_final", "cos_sin_table", "settings")
 
 
 def always_compiled():

@@ -274,6 +274,14 @@ class Instructions:
         reduced = ufunc[opcode[2]].reduce(value, axis=1, dtype=value.dtype)
         self.put(operands[0], np.repeat(reduced, WARP), taken, kind)
 
+    def _vote(self, opcode, operands, taken):
+        asked = (self.get(operands[1], "pred") & taken).reshape(-1, WARP)
+        if opcode[2] == "ballot":
+            bits = (asked.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
+            self.put(operands[0], np.repeat(bits, WARP), taken, "b32")
+        else:
+            self.put(operands[0], np.repeat(getattr(asked, opcode[2])(1), WARP), taken, "pred")
+
     def _bar(self, opcode, operands, taken):
         """Of a warp: threads of a program run together in any case."""
 
