@@ -20,15 +20,20 @@ from specdec.models.common.packing import packed
 __all__ = ["add_rms_normed", "gated", "needs_pytorch", "projected", "rms_normed"]
 
 
-def needs_pytorch(x: torch.Tensor) -> bool:
-    """Whether PyTorch's own operators have to run: for gradients, or in mixed precision, which casts for each one."""
+def needs_pytorch(x: torch.Tensor, backend: Backend | None = None) -> bool:
+    """Whether PyTorch's own operators run: for gradients, or in mixed precision, which casts for each one.
+
+    So too with the reference backend, whose definitions of these ops are the slower way on a CPU.
+    """
     kind = x.device.type
-    return torch.is_grad_enabled() or (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
+    if backend == "reference" or torch.is_grad_enabled():
+        return True
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def rms_normed(x: torch.Tensor, norm: nn.RMSNorm, backend: Backend | None) -> torch.Tensor:
     """`norm` of x [.., C]."""
-    if needs_pytorch(x):
+    if needs_pytorch(x, backend):
         return norm(x)
     return rms_norm(x, norm.weight, eps=_eps(norm), backend=backend)
 
@@ -37,7 +42,7 @@ def add_rms_normed(
     x: torch.Tensor, residual: torch.Tensor, norm: nn.RMSNorm, backend: Backend | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm` of the sum of x and residual, [.., C] both, and the sum."""
-    if needs_pytorch(x):
+    if needs_pytorch(x, backend):
         summed = residual + x
         return norm(summed), summed
     return add_rms_norm(x, residual, norm.weight, eps=_eps(norm), backend=backend)
@@ -53,7 +58,7 @@ def projected(x: torch.Tensor, linears: Sequence[nn.Linear]) -> Sequence[torch.T
 
 def gated(x: torch.Tensor, gate: nn.Linear, up: nn.Linear, backend: Backend | None) -> torch.Tensor:
     """SiLU(gate x) * (up x) of x [.., C]."""
-    if needs_pytorch(x):
+    if needs_pytorch(x, backend):
         return F.silu(gate(x)) * up(x)
     together = packed((gate, up))
     return swiglu(torch.cat((gate(x), up(x)), -1) if together is None else F.linear(x, *together), backend=backend)

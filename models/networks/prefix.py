@@ -74,7 +74,9 @@ class FeaturePrefix:
         self.cache = cache
         self.width = max_new + keep
         self.keep = keep
-        self._table = rotary_table(layer, cache.capacity, device)
+        # looked up by the kernel that also writes the cache; its reference is the slower way on a CPU
+        has_kernels = resolve_backend(cache.lengths, cache.backend) == "triton"
+        self._table = rotary_table(layer, cache.capacity, device) if has_kernels else None
         self._places = torch.arange(cache.capacity, dtype=torch.int32, device=device)[None]
         self._rows = torch.arange(batch_size, device=device)
         self._chain = pack_words(torch.ones(1, self.width, self.width, device=device).tril().bool())
