@@ -44,8 +44,9 @@ _FREE = frozenset(
 # these read the rows that they are asked for, not the whole tensor
 _ROW_READERS = frozenset({"embedding", "index_select", "gather", "index", "searchsorted"})
 _ROW_WRITERS = frozenset({"index_copy_", "scatter_", "index_put_", "scatter"})
-# parameters of our kernels that hold caches and tables of which a launch reads or writes some rows
+# parameters of our kernels that hold caches, tables and texts of which a launch reads or writes some rows
 _TOUCHED_BY_ROWS = frozenset({"cache_ptr", "k_cache_ptr", "v_cache_ptr", "table_ptr"})
+_APPENDED_TO = {"emit_step": frozenset({"output_ptr", "steps_ptr"})}
 # PyTorch's radix selection in several blocks a row: about four kernels for every 8 bits of the numbers, and a sort;
 # short rows take one block, and one sort
 _TOPK_SHORT = 4096
@@ -213,10 +214,10 @@ class _Launches(TorchDispatchMode):
         def note(kernel: Any, *args: Any, **settings: Any) -> None:
             if counter._on_launch is not None:
                 counter._on_launch(kernel, *args, **settings)
-            pointers = [
-                value for name, value in zip(kernel.arg_names, args, strict=False) if name not in _TOUCHED_BY_ROWS
-            ]
-            counter._note(kernel.__name__.strip("_").removesuffix("_kernel"), 1, _tensors(pointers), [])
+            name = kernel.__name__.strip("_").removesuffix("_kernel")
+            by_rows = _TOUCHED_BY_ROWS | _APPENDED_TO.get(name, frozenset())
+            pairs = zip(kernel.arg_names, args, strict=False)
+            counter._note(name, 1, _tensors([value for argument, value in pairs if argument not in by_rows]), [])
 
         before = JITFunction.run, InterpretedFunction.run
         JITFunction.run = InterpretedFunction.run = note
