@@ -158,7 +158,8 @@ class DecodeState:
         self.cache.lengths[row].sub_(self.num_output[row] - kept)
         self.output[row, kept:].fill_(-1)
         self.num_output[row].fill_(kept)
-        self.root[row].copy_(self.output[row, max(kept - 1, 0)])
+        # of a row that keeps nothing any token: the row has finished, but passes still look its embedding up
+        self.root[row].copy_(self.output[row, max(kept - 1, 0)].clamp(min=0))
         self.budget[row].fill_(0)
         self.progress[0].copy_(self.budget.any())
         self.steps[num_steps + 1 :, 0, row].fill_(0)

@@ -100,6 +100,19 @@ def test_what_follows_a_cut_row_is_the_same_as_without_it(generator, monkeypatch
     assert cut.tokens == [whole.tokens[0][:4], whole.tokens[1], whole.tokens[2][:1]]
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_row_may_keep_not_even_its_first_token(kind, generator, monkeypatch):
+    prompts = [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in (3, 9)]
+    for decoder in two_decoders(kind, monkeypatch):
+        whole = decoder.decode(prompts, 14)
+        limits = [{0: 0}]
+        cut = decoder.decode(
+            prompts, 14, on_step=lambda _, left=limits: left.pop() if left else None, reads_logits=False
+        )
+        assert cut.tokens == [[], whole.tokens[1]]
+        assert cut.stats.num_emitted[0] == []
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_an_error_in_the_callers_code_leaves_everything_as_it_was(call, error, generator, monkeypatch):
