@@ -13,6 +13,7 @@ such read is noted in `Recorder.stale`.
 import importlib
 import pkgutil
 import weakref
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,7 +96,7 @@ class Recording(TorchDispatchMode):
     def replay(self):
         for func, args, kwargs, made, _ in self.calls:
             if made or func._schema.is_mutable:
-                found = tree_map_only(Outside, lambda outside: self._found(func, outside), (args, kwargs))  # noqa: B023
+                found = tree_map_only(Outside, partial(self._found, func), (args, kwargs))
                 out = tree_leaves(func(*found[0], **found[1]))
                 for place, tensor in made:
                     tensor.copy_(out[place])
