@@ -1,4 +1,4 @@
-"""`specdec train`, `distill` and `train-tiny`: drafters, the texts that they learn from, and the bundled model."""
+"""`specdec train` and `train-tiny`: drafters of a target, and the bundled model with its own."""
 
 import argparse
 import importlib.util
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from specdec.commands.options import (
     add_target,
     as_tree_option,
-    bundled,
     chat_template_of,
     given,
     hide_progress_of_loading,
@@ -35,9 +34,8 @@ _RUN_OPTIONS = (
 
 
 def add_to(commands: "Commands") -> None:
-    """Add the three commands to the parser."""
+    """Add both commands to the parser."""
     _add_train(commands.add_parser("train", help="train a drafter of any kind for a target"))
-    _add_distill(commands.add_parser("distill", help="let the target write the texts that drafters learn from"))
     _add_train_tiny(commands.add_parser("train-tiny", help="train the bundled model and its drafters anew"))
 
 
@@ -84,39 +82,6 @@ def _train(options: argparse.Namespace) -> int:
     )
     if os.environ.get("RANK", "0") == "0":  # set by torchrun
         print(json.dumps(report, indent=2))
-    return 0
-
-
-def _add_distill(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    temperature = "may be repeated: batches take turns (default: 0, greedy)"
-    parser.add_argument("--data", type=Path, required=True, help="prompts: .jsonl with prompt, text or conversations")
-    parser.add_argument("--output", type=Path, required=True, help=".jsonl file; lines that are there are kept")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, action="append", help=temperature)
-    parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--drafter", default="none", help="as for generate: speeds the writing up")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
-    parser.set_defaults(run=_distill)
-
-
-def _distill(options: argparse.Namespace) -> int:
-    from specdec.training.distill import distill
-
-    target, tokenizer = load_target(options.target, options)
-    counts = distill(
-        target,
-        tokenizer,
-        options.data,
-        options.output,
-        max_new_tokens=options.max_new_tokens,
-        temperatures=options.temperature or (0.0,),
-        batch_size=options.batch_size,
-        drafter=bundled(options.target, options.drafter),
-        chat_template=chat_template_of(options),
-        seed=options.seed,
-    )
-    print(json.dumps(counts))
     return 0
 
 
