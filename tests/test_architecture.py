@@ -30,6 +30,7 @@ ROOMS = [
     "specdec/generation",
     "specdec/bundled",
     "specdec/evaluation",
+    "specdec/training/data",
     "specdec/training/objectives",
     "specdec/training",
     "specdec/commands",

@@ -8,7 +8,7 @@ import torch
 from lib.objectives import samples
 from specdec.training.corpus import train_tokenizer
 from specdec.training.curves import curves_svg, history_curves
-from specdec.training.data import collate, read_prompts, read_samples, split_held_out
+from specdec.training.data import collate, data_hash, read_prompts, read_samples, split_held_out
 from specdec.training.distill import distill
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
@@ -46,21 +46,24 @@ def test_every_form_of_text_is_read_and_masked(tokenizer, tmp_path):
         "",
         {"prompt": prompt, "completion": completion},
         {"prompt": "ignored", "tokens": list(range(20, 32)), "prompt_length": 5},
+        {"tokens": list(range(20, 32)), "spans": [[3, 5], [9, 12]]},
         {"messages": [{"role": role, "content": text} for role, text in turns]},
         {"conversations": [{"from": "gpt", "value": "hello"}, *({"from": names[r], "value": t} for r, t in turns)]},
     )
-    text, pair, tokens, messages, conversation = read(path, tokenizer, chat_template=TEMPLATE)
+    text, pair, tokens, spans, messages, conversation = read(path, tokenizer, chat_template=TEMPLATE)
     assert learnt(text, tokenizer) == prompt + completion
     assert learnt(pair, tokenizer) == completion
     assert tokenizer.decode(pair.tokens) == prompt + completion
     assert tokens.tokens.tolist() == list(range(20, 32))
     assert tokens.prompt_length == 5
+    assert spans.loss_mask.nonzero().flatten().tolist() == [3, 4, 9, 10, 11]
     assert tokenizer.decode(messages.tokens).startswith("<user>say f3 and f4</s>\n<assistant>def f3(x)</s>")
     assert learnt(messages, tokenizer) == "def f3(x)</s>def f4(x)</s>"
     assert torch.equal(conversation.tokens, messages.tokens), "an answer to nothing is left out"
     prompts = read_prompts(path, tokenizer, vocab_size=300, chat_template=TEMPLATE)
-    assert tokenizer.decode(prompts[3]).endswith("<user>again</s>\n<assistant>")
+    assert tokenizer.decode(prompts[4]).endswith("<user>again</s>\n<assistant>")
     assert [len(prompts[0]), prompts[2].tolist()] == [len(text.tokens), [20, 21, 22, 23, 24]]
+    assert prompts[3].tolist() == [20, 21, 22]
 
 
 def test_long_texts_are_cut_and_short_ones_left_out(tokenizer, tmp_path, caplog):
@@ -102,6 +105,7 @@ def test_token_files(tmp_path):
         ({"txt": "x"}, "data.jsonl:2: expected one of the keys 'text', .* got 'txt'"),
         ({"text": 3}, "data.jsonl:2: text: expected a string, got int"),
         ({"tokens": [1, 2, "x"]}, "data.jsonl:2: tokens: expected a list of ints"),
+        ({"tokens": [1, 2, 3], "spans": [[0, 4]]}, "data.jsonl:2: spans: expected a list of .* within 3 tokens"),
         ({"tokens": list(range(295, 305))}, "data.jsonl:2: tokens: expected ids from 0 to 299, got 304"),
         ({"messages": "hello"}, "data.jsonl:2: expected a list of turns"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "data.jsonl:2: role: expected one of .* got 'robot'"),
@@ -124,6 +128,14 @@ def test_conversations_that_a_template_refuses_or_rewrites_are_left_out(tokenize
     turns = [{"role": r, "content": f"def {r}"} for r in ("user", "assistant", "user", "assistant")]
     with pytest.raises(ValueError, match="1 whose earlier turns the chat template changes later"):
         read(write_lines(path, {"messages": turns}), tokenizer, chat_template=only_last)
+
+
+def test_the_hash_of_a_file_is_of_what_it_holds(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"abc")
+    assert data_hash(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    with pytest.raises(FileNotFoundError, match="data: expected a file, got .*none.jsonl"):
+        data_hash(tmp_path / "none.jsonl")
 
 
 def test_held_out_texts_are_not_trained_on():

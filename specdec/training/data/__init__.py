@@ -1,0 +1,13 @@
+"""Texts to learn from, as people have them: files of every form, conversations through chat templates, masks.
+
+From a file to what a drafter learns: `files.py` (rows with their places), `rows.py` (the form of a row),
+`conversations.py` (turns, templates, and where the answers lie), `samples.py` (token ids with a mask), `reading.py`
+(all of it).
+"""
+
+from specdec.training.data.files import data_hash
+from specdec.training.data.reading import Texts, read_prompts, read_samples
+from specdec.training.data.samples import MIN_TOKENS, Sample, Samples, collate, split_held_out
+
+__all__ = ["MIN_TOKENS", "Sample", "Samples", "Texts", "collate", "data_hash", "read_prompts", "read_samples"]
+__all__ += ["split_held_out"]

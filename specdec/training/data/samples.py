@@ -1,0 +1,80 @@
+"""What is learnt from one text: its token ids, and which of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["MIN_TOKENS", "Sample", "Samples", "UnusableError", "collate", "masked", "split_held_out"]
+
+MIN_TOKENS = 8
+"""Shorter texts are left out: the deepest head would have nothing to guess."""
+
+
+class UnusableError(ValueError):
+    """A text that cannot be learnt from, for a reason that is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One text.
+
+    Attributes:
+        tokens: [T] int64.
+        loss_mask: [T] bool, tokens that may be learnt.
+    """
+
+    tokens: torch.Tensor
+    loss_mask: torch.Tensor
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first one that may be learnt; what an evaluation starts from."""
+        return int(self.loss_mask.int().argmax())
+
+
+class Samples(torch.utils.data.Dataset[Sample]):
+    """A list of samples as the trainer wants it."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = list(samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+
+def masked(tokens: Sequence[int], spans: Iterable[tuple[int, int]]) -> Sample:
+    """A text of which the tokens of the spans, from the first of each to before its last, may be learnt."""
+    mask = torch.zeros(len(tokens), dtype=torch.bool)
+    for first, last in spans:
+        mask[first:last] = True
+    return Sample(torch.tensor(tokens, dtype=torch.int64), mask)
+
+
+def split_held_out(samples: Sequence[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """Shuffle and split into what is trained on and what is held out, at least one text each.
+
+    Raises:
+        ValueError: fewer than two texts, or a fraction outside (0, 1).
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"held_out: expected a part of the texts between 0 and 1, or a file, got {fraction}")
+    if len(samples) < 2:
+        raise ValueError(f"data: expected at least 2 usable texts, one of them to hold out, got {len(samples)}")
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = min(max(1, round(fraction * len(samples))), len(samples) - 1)
+    return [samples[index] for index in order[count:]], [samples[index] for index in order[:count]]
+
+
+def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """A batch, right-padded: `input_ids` [B, T] int64 and `loss_mask` [B, T] bool."""
+    width = max(sample.tokens.shape[0] for sample in samples)
+    tokens = torch.zeros(len(samples), width, dtype=torch.int64)
+    mask = torch.zeros(len(samples), width, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        tokens[row, : sample.tokens.shape[0]] = sample.tokens
+        mask[row, : sample.tokens.shape[0]] = sample.loss_mask
+    return {"input_ids": tokens, "loss_mask": mask}
