@@ -28,7 +28,7 @@ PLACES = {
 RULE_PLACES = {
     "tests/lib/law_drafters.py (SAMPLING_RULES)": (
         {rule.name for rule in SAMPLING_RULES.values()},
-        {name for name, rule in RULES.items() if not (rule.lossless and rule.samples)},
+        {name for name, rule in RULES.items() if not (rule.lossless and rule().samples)},
     ),
     "kernels/__init__.py (accept_<rule>)": (
         {name.removeprefix("accept_") for name in specdec.kernels.__all__ if name.startswith("accept_")},

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from specdec.commands.acceptance import add_acceptance, add_sampling, sampling_of
 from specdec.commands.options import (
     add_chat_template,
     add_decoding,
@@ -19,7 +20,6 @@ from specdec.commands.options import (
     check_positive,
     given,
     load_for_decoding,
-    sampling_of,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def add_to(commands: "Commands") -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("chat", help="talk with a model; accepted draft tokens are in colour")
     add_decoding(parser, max_new_tokens=512)
+    add_acceptance(parser)
+    add_sampling(parser)
     parser.add_argument("--system", help="message that the conversation begins with")
     add_chat_template(parser)
     parser.set_defaults(run=_run)

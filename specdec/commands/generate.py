@@ -5,7 +5,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from specdec.commands.options import add_decoding, check_positive, given, load_for_decoding, sampling_of
+from specdec.commands.acceptance import add_acceptance, add_sampling, sampling_of
+from specdec.commands.options import add_decoding, check_positive, given, load_for_decoding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,8 @@ def add_to(commands: "Commands") -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("generate", help="complete a prompt")
     add_decoding(parser, max_new_tokens=128)
+    add_acceptance(parser)
+    add_sampling(parser)
     parser.add_argument("--prompt", required=True, help="text to complete; '-' reads standard input")
     parser.add_argument("--json", action="store_true", help="print tokens, text and statistics as JSON")
     parser.set_defaults(run=_run)
@@ -32,6 +35,7 @@ def _run(options: argparse.Namespace) -> int:
     from specdec.generation.generate import SpecDecodeOutput, generate
 
     check_positive(options, "max_new_tokens", "prefill_chunk_size")
+    sampling = sampling_of(options)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     target, drafter, tokenizer = load_for_decoding(options)
     prompt = tokenizer(text, return_tensors="pt").input_ids.long()
@@ -47,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         **given(options, "prefill_chunk_size"),
         return_dict_in_generate=True,
-        **sampling_of(options),
+        **sampling,
     )
     assert isinstance(output, SpecDecodeOutput)
     assert output.stats is not None

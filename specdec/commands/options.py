@@ -1,8 +1,10 @@
 """Options that several commands share, and what they stand for."""
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_chat_template", "add_decoding", "add_pair", "add_target", "as_tree_option", "bundled"]
 __all__ += ["chat_template_of", "check_positive", "given", "hide_progress_of_loading", "load_for_decoding"]
-__all__ += ["load_target", "sampling_of"]
+__all__ += ["load_target", "read_settings"]
 
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
@@ -29,22 +31,14 @@ def add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="target: a folder, a hub id, or 'tiny', the bundled model")
     parser.add_argument("--drafter", default="none", help=f"{kinds}; {tiny} (default: %(default)s)")
     parser.add_argument("--tree", help=trees)
+    setting = "a setting of the drafter, such as max_ngram=2; also kind=... and any_target=true; may be repeated"
+    parser.add_argument("--drafter-set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     _add_place(parser, ("float32", "float16", "bfloat16"))
 
 
 def add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     """Options of the commands that decode."""
     add_pair(parser)
-    rules = ("auto", "greedy", "naive", "rejection", "traversal", "typical")
-    lossless = "which drafted tokens are kept; all but typical are lossless (default: %(default)s)"
-    settings = "sample, with the model's own settings where none is given here"
-    parser.add_argument("--acceptance", choices=rules, default="auto", help=lossless)
-    greedy = f"{settings}; without this and the next three the most probable tokens are taken"
-    parser.add_argument("--do-sample", action="store_true", help=greedy)
-    parser.add_argument("--temperature", type=float, help="implies --do-sample; 0 takes the most probable tokens")
-    parser.add_argument("--top-p", type=float, help="implies --do-sample")
-    parser.add_argument("--top-k", type=int, help="implies --do-sample; 0 keeps all tokens")
-    parser.add_argument("--seed", type=int, help="of sampling: the same seed gives the same text")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help="default: %(default)s")
     chunk = "prompt tokens that are read at a time; fewer take less memory"
     parser.add_argument("--prefill-chunk-size", type=int, metavar="N", help=chunk)
@@ -77,13 +71,6 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
     check_at_least(1, {f"--{name.replace('_', '-')}": getattr(options, name) for name in names})
 
 
-def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
-    """How tokens are chosen, as settings of `generate`."""
-    settings = given(options, "temperature", "top_p", "top_k")
-    do_sample = (options.do_sample or bool(settings)) and options.temperature != 0
-    return {"do_sample": do_sample, "acceptance": options.acceptance, **(settings if do_sample else {})}
-
-
 def chat_template_of(options: argparse.Namespace) -> str | None:
     """The text of --chat-template."""
     return options.chat_template.read_text() if options.chat_template else None
@@ -100,14 +87,38 @@ def as_tree_option(text: str | None) -> str | int | tuple[int, ...] | None:
     return numbers if "," in text else numbers[0]
 
 
+def read_settings(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """What an option of KEY=VALUE says: JSON where it is JSON, lists as tuples, else text.
+
+    Raises:
+        ValueError: another form, by the option's name.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ValueError(f"{option}: expected KEY=VALUE, got {text!r}")
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value
+        settings[name] = tuple(parsed) if isinstance(parsed, list) else parsed
+    return settings
+
+
 def load_for_decoding(options: argparse.Namespace) -> "tuple[Target, Drafter, PreTrainedTokenizerBase]":
     """What a command that decodes names."""
     from specdec.models.target.target import Target
     from specdec.tuning.auto import load_drafter
 
+    settings = read_settings("--drafter-set", options.drafter_set)
+    for name, way in (("tree", "--tree"), ("source", "--drafter"), ("target", "--model")):
+        if name in settings:
+            raise ValueError(f"--drafter-set: expected a setting of the drafter, got {name}; {way} is for that")
     model, tokenizer = load_target(options.model, options)
     target = Target(model)
-    drafter = load_drafter(bundled(options.model, options.drafter), target, tree=as_tree_option(options.tree))
+    tree = as_tree_option(options.tree)
+    drafter = load_drafter(bundled(options.model, options.drafter), target, tree=tree, **settings)
     return target, drafter, tokenizer
 
 

@@ -14,6 +14,7 @@ from specdec.commands.options import (
     given,
     hide_progress_of_loading,
     load_target,
+    read_settings,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _train(options: argparse.Namespace) -> int:
         target,
         Texts(options.data, held_out, tokenizer, options.max_length, chat_template_of(options)),
         options.output,
-        settings=dict(_setting(text) for text in options.settings),
+        settings=read_settings("--set", options.settings),
         run=Run(**given(options, *(name.removeprefix("--").replace("-", "_") for name, _, _ in _RUN_OPTIONS))),
         labels=options.labels,
         tree=as_tree_option(options.tree),
@@ -110,18 +111,6 @@ def _train_tiny(options: argparse.Namespace) -> int:
 def _check_can_train(command: str) -> None:
     if importlib.util.find_spec("accelerate") is None:  # transformers' Trainer needs it
         raise RuntimeError(f"{command} needs accelerate: pip install 'specdec-triton[train]'")
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """A --set option: JSON where it is JSON, else text."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise ValueError(f"--set: expected KEY=VALUE, got {text!r}")
-    try:
-        parsed = json.loads(value)
-    except ValueError:
-        return name, value
-    return name, tuple(parsed) if isinstance(parsed, list) else parsed
 
 
 def _number(text: str) -> float | str:

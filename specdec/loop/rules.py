@@ -6,7 +6,7 @@ only whether its tokens were drawn from laws that it knows.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,16 +60,19 @@ class AcceptanceRule(ABC):
         name: by which users ask for the rule.
         lossless: whether the output is exactly what plain decoding with the target would give: the same tokens
             (greedy), or tokens of the same law (sampling).
-        samples: whether it samples the target; False where the most probable token is wanted.
         draws_drafts: whether it needs a drafter that draws its candidates from known laws.
         needs_logits: whether it reads logits; otherwise the best tokens are enough, and no logits need be written.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
-    samples: ClassVar[bool] = True
     draws_drafts: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = True
+
+    @property
+    def samples(self) -> bool:
+        """Whether it samples the target; False where the most probable token is wanted."""
+        return True
 
     def chooser(self, law: DraftLaw, uniforms: Uniforms) -> Choose:
         """How drafters pick candidates under this rule: the best ones, unless it draws them."""
@@ -123,8 +126,12 @@ class Greedy(AcceptanceRule):
     """Keep the path on which every token is the target's most probable one. Lossless for greedy decoding."""
 
     name: ClassVar[str] = "greedy"
-    samples: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
+
+    @property
+    def samples(self) -> bool:
+        """No."""
+        return False
 
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the target's token."""
@@ -226,31 +233,41 @@ class Traversal(AcceptanceRule):
 class Typical(AcceptanceRule):
     """Accept what the target finds probable enough: p(x) > min(threshold, alpha exp(-H(p))). LOSSY.
 
-    Source: Medusa (arXiv:2401.10774) section 2.3.1; Hydra takes alpha = sqrt(threshold).
+    Source: Medusa (arXiv:2401.10774) section 2.3.1; Hydra takes alpha = sqrt(threshold). Both take the most probable
+    token as the next root, though Hydra's section 6.3 asks for the rule for the sake of diverse text. With drawn roots
+    the text depends on the seed, and where nothing is accepted its law is the target's.
 
     Attributes:
         threshold: no more than this probability is ever asked for.
         alpha: factor of exp(-entropy).
+        root: how the token behind the accepted path is taken: the most probable one, or drawn from the target's law.
     """
 
     threshold: float = 0.09
     alpha: float = 0.3
+    root: Literal["greedy", "sampled"] = "greedy"
     name: ClassVar[str] = "typical"
     lossless: ClassVar[bool] = False
-    samples: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("threshold", "alpha"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}: expected a number over 0 and at most 1, got {getattr(self, name)}")
+        if self.root not in ("greedy", "sampled"):
+            raise ValueError(f"root: expected 'greedy' or 'sampled', got {self.root!r}")
+
+    @property
+    def samples(self) -> bool:
+        """Whether roots are drawn."""
+        return self.root == "sampled"
 
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
-        """The longest acceptable path; the next root is the most probable token after it."""
+        """The longest acceptable path, and the next root after it."""
         return accept_typical(
             tree.tokens,
             tree.parent,
             scores.logits,
-            None,
+            uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0] if self.samples else None,
             threshold=self.threshold,
             alpha=self.alpha,
             **limits.of(tree),
@@ -286,7 +303,8 @@ def choose_rule(acceptance: str | AcceptanceRule, drafter: Drafter, *, do_sample
     else:
         raise TypeError(f"acceptance: expected a name or an acceptance rule, got {type(acceptance).__name__}")
     if rule.samples and not do_sample:
-        raise ValueError(f"acceptance: {rule.name} samples, which contradicts do_sample=False")
+        asked = rule.name if isinstance(acceptance, str) else repr(rule)
+        raise ValueError(f"acceptance: {asked} samples, which contradicts do_sample=False")
     if isinstance(rule, Greedy) and do_sample:
         raise ValueError("acceptance: greedy never samples, which contradicts do_sample=True")
     rule.check(drafter)

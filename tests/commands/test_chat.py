@@ -14,7 +14,7 @@ from specdec.commands.chat import Chat, run_chat
 from specdec.commands.cli import main
 from specdec.commands.text import CompletionStream
 from specdec.drafters.prompt_lookup import PromptLookup
-from specdec.loop.rules import RULES
+from specdec.loop.rules import RULES, Naive, Rejection, Typical
 from specdec.models.target.target import Target
 
 TEMPLATE = (
@@ -199,6 +199,39 @@ def test_generate_samples_as_the_function_does(arguments, settings, capsys):
     assert record["tokens"] != generate(capsys, "--drafter", "draft_model", "--seed", "5", *arguments)["tokens"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["naive", "--candidates", "drawn"], Naive(drawn=True)),
+        (["naive", "--candidates", "best"], Naive()),
+        (["rejection", "--replacement"], Rejection(replacement=True)),
+        (["rejection", "--no-replacement"], Rejection()),
+        (["typical", "--typical-threshold", "0.2"], Typical(threshold=0.2)),
+        (["typical", "--typical-alpha", "0.6", "--typical-root", "sampled"], Typical(alpha=0.6, root="sampled")),
+    ],
+)
+def test_settings_of_the_rules_are_options(arguments, rule, capsys):
+    sampling = ["--temperature", "1.0", "--top-k", "0", "--seed", "4"]
+    record = generate(capsys, "--drafter", "draft_model", *sampling, "--acceptance", *arguments)
+    ids = TOKENIZER("def f(x):", return_tensors="pt").input_ids
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 4, "max_new_tokens": 16, "acceptance": rule}
+    expected = specdec.generate(MODEL, tiny_drafter("draft_model"), ids, return_dict_in_generate=True, **settings)
+    assert record["tokens"] == expected.sequences[0, ids.shape[1] :].tolist()
+    assert record["tau"] == expected.stats.tau
+    assert record["lossless"] is rule.lossless
+
+
+def test_settings_of_drafters_are_options(capsys):
+    ids = TOKENIZER("def f(x):", return_tensors="pt").input_ids
+    record = generate(
+        capsys, "--drafter", "prompt_lookup", "--drafter-set", "max_ngram=1", "--drafter-set", "num_draft_tokens=2"
+    )
+    drafter = PromptLookup(max_ngram=1, num_draft_tokens=2)
+    expected = specdec.generate(MODEL, drafter, ids, max_new_tokens=16, do_sample=False, return_dict_in_generate=True)
+    assert record["acceptance_at_depth"] == expected.stats.acceptance_at_depth
+    assert len(record["acceptance_at_depth"]) == 2
+
+
 def test_temperature_0_is_greedy_and_typical_says_that_it_is_lossy(capsys):
     greedy = generate(capsys)["tokens"]
     assert generate(capsys, "--temperature", "0", "--top-p", "0.5")["tokens"] == greedy
@@ -215,6 +248,17 @@ def test_temperature_0_is_greedy_and_typical_says_that_it_is_lossy(capsys):
         (["--acceptance", "rejection"], "acceptance: rejection samples, which contradicts do_sample=False"),
         (["--do-sample", "--acceptance", "rejection"], "acceptance: rejection needs a drafter that draws"),
         (["--do-sample", "--seed", "-1"], "seed: expected 0 or more, got -1"),
+        (["--typical-alpha", "0.3"], "--typical-alpha: expected --acceptance typical with it, got auto"),
+        (
+            ["--acceptance", "naive", "--replacement"],
+            "--replacement: expected --acceptance rejection with it, got naive",
+        ),
+        (["--acceptance", "typical", "--typical-threshold", "1.5"], "--typical-threshold: expected a number over 0"),
+        (["--acceptance", "typical", "--typical-root", "sampled"], "--typical-root: expected --do-sample or"),
+        (["--do-sample", "--acceptance", "naive", "--candidates", "drawn"], "acceptance: naive needs a drafter"),
+        (["--drafter-set", "max_ngram"], "--drafter-set: expected KEY=VALUE, got 'max_ngram'"),
+        (["--drafter-set", "tree=3"], "--drafter-set: expected a setting of the drafter, got tree; --tree is for that"),
+        (["--drafter-set", "size=3"], "size: prompt_lookup has no such setting; it has max_ngram"),
     ],
 )
 def test_bad_sampling_options_are_named(arguments, message, capsys):

@@ -201,8 +201,8 @@ def _check_one_row_alone(call: Call, model, tokens: list[list[int]]) -> None:
     arguments = call.make(num_return_sequences=None, return_dict_in_generate=False)
     row = call.seed % len(tokens)
     seed = arguments.get("seed")
-    if seed is None and call.rule in ("greedy", "typical"):
-        seed = 0  # these draw none
+    if seed is None and not call.draws:
+        seed = 0  # as the call itself
     arguments["seed"] = [int(row_seeds(seed, len(tokens))[row]) % 2**64]
     place = row // call.copies
     arguments |= {name: value[place : place + 1] for name, value in _tensors(arguments).items()}

@@ -39,6 +39,7 @@ class Call:
         arguments: those that have no state.
         makers: those that have one, made anew for every run.
         rule: the acceptance rule that must come of it.
+        draws: whether it takes random numbers.
         global_seed: for `torch.manual_seed` before every run.
         training: whether the model is in training mode meanwhile.
         flaw: what is wrong with the arguments.
@@ -51,6 +52,7 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[], Any]] = field(default_factory=dict)
     rule: str = "greedy"
+    draws: bool = False
     global_seed: int = 0
     training: bool = False
     flaw: Flaw | None = None
@@ -215,7 +217,7 @@ def _add_drafter_and_rule(rng: random.Random, call: Call, do_sample: bool) -> No
     """A drafter of the call's kind, and a rule that can judge it."""
     kind, rule = call.kind, rng.choice(["auto", "auto", *RULES])
     if not do_sample:
-        rule = rng.choice(["auto", "auto", *(name for name, one in RULES.items() if not one.samples)])
+        rule = rng.choice(["auto", "auto", *(name for name, one in RULES.items() if not one().samples)])
     elif rule == "greedy" or (rule in DRAWING and kind in WITHOUT_TREE):
         rule = "auto"
     dense = rule in DRAWING
@@ -229,10 +231,15 @@ def _add_drafter_and_rule(rng: random.Random, call: Call, do_sample: bool) -> No
     call.makers["drafter"] = _drafter_maker(rng, call, shape)
     # which of the lossless rules "auto" means under sampling makes no difference here
     call.rule = rule if rule != "auto" else "naive" if do_sample else "greedy"
-    objects = {"naive": Naive(), "rejection": Rejection(rng.random() < 0.5), "traversal": Traversal()}
-    objects["typical"] = Typical(rng.uniform(0.01, 1), rng.uniform(0.01, 1))
+    drawn = kind not in WITHOUT_TREE and isinstance(shape, TreeShape) and rng.random() < 0.5
+    objects = {"naive": Naive(drawn), "rejection": Rejection(rng.random() < 0.5), "traversal": Traversal()}
+    root = rng.choice(["greedy", "sampled"]) if do_sample else "greedy"
+    objects["typical"] = Typical(rng.uniform(0.01, 1), rng.uniform(0.01, 1), root)
+    call.draws = call.rule not in ("greedy", "typical")
     if rule != "auto" or rng.random() < 0.5:
-        call.arguments["acceptance"] = objects[rule] if rule in objects and rng.random() < 0.5 else rule
+        chosen = objects[rule] if rule in objects and rng.random() < 0.5 else rule
+        call.arguments["acceptance"] = chosen
+        call.draws |= isinstance(chosen, Typical) and chosen.samples
 
 
 def _drafter_maker(rng: random.Random, call: Call, shape: TreeShape | DynamicTree) -> Callable[[], Any]:

@@ -53,7 +53,7 @@ def _check_token(call: Call, scores: torch.Tensor, token: int, where: str) -> No
     is_best = bool(scores[token] >= scores.max() - MARGIN)
     if call.rule == "greedy":
         assert is_best, f"{where}: {token} is not the most probable one of {scores.tolist()}"
-    if call.rule == "typical" and not is_best:
+    if call.rule == "typical" and not call.draws and not is_best:
         probs = scores.softmax(-1)
         entropy = -(probs * probs.clamp(min=1e-30).log()).sum()
         rule = call.arguments["acceptance"]

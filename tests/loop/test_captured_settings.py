@@ -6,14 +6,14 @@ from transformers import GenerationConfig
 from lib.law_drafters import make_drafter
 from lib.replays import same, some_prompts, two_decoders
 from specdec.loop.processing import Processing
-from specdec.loop.rules import RULES, choose_rule
+from specdec.loop.rules import RULES, Typical, choose_rule
 
 pytestmark = pytest.mark.interpreter
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*(rule() for rule in RULES.values()), Typical(root="sampled")], ids=repr)
 def test_every_rule_and_all_processing_at_once(rule, generator, monkeypatch):
-    eager, replayed = two_decoders("draft_tree", RULES[rule](), monkeypatch)
+    eager, replayed = two_decoders("draft_tree", rule, monkeypatch)
     prompts = some_prompts(generator, [4, 7])
     same(*(decoder.decode(prompts, 16, seed=3, processing=warped(prompts, decoder)) for decoder in (replayed, eager)))
 

@@ -166,3 +166,66 @@ def test_typical_acceptance_is_the_papers_formula_and_says_that_it_is_lossy(sett
         assert new[place - 1] == probs[place - 2].argmax() or (place == len(new) and is_typical[-1])
     assert place == len(new)
     assert text == new[: len(PROMPT)]
+
+
+def drawn_root_law(rule, warpers):
+    """[V, V, V] the law of three tokens after the prompt: roots are drawn, what is typical follows for sure."""
+    target, drafter = build_target(), make_drafter("draft_chain")
+    joint = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
+
+    def after(text):
+        with torch.no_grad():
+            scores = target(text[None]).logits[0, -1:]
+        return by_transformers(WARPERS[warpers], text[None], scores)[0].double().softmax(-1)
+
+    def draw_root(text, mass):
+        for token, chance in enumerate(after(text)):
+            if chance > 0:
+                follow(torch.cat((text, torch.tensor([token]))), mass * chance)
+
+    def follow(text, mass):
+        """A text that ends in a root."""
+        for _ in range(drafter.shape.max_depth):
+            if len(text) < len(PROMPT) + 3:
+                with torch.no_grad():  # its model lacks the last token
+                    guess = drafter.model(text[None].clamp(max=VOCAB_SIZE - 2)).logits[0, -1].argmax()
+                p = after(text)
+                if p[guess] <= min(rule.threshold, rule.alpha * torch.exp(torch.xlogy(p, p).sum())):
+                    break
+                text = torch.cat((text, guess[None]))
+        if len(text) == len(PROMPT) + 3:
+            joint[tuple(text[len(PROMPT) :])] += mass
+        else:
+            draw_root(text, mass)
+
+    draw_root(PROMPT, 1.0)
+    return joint
+
+
+@pytest.mark.parametrize("warpers", WARPERS)
+def test_typical_acceptance_with_drawn_roots_has_the_law_of_its_formula(warpers):
+    rule = specdec.Typical(threshold=0.1, alpha=0.1, root="sampled")
+    expected = drawn_root_law(rule, warpers).flatten()
+    assert expected.sum() == pytest.approx(1)
+    counts, tau = sample("draft_chain", rule, WARPERS[warpers])
+    assert tau > 1.2, "hardly anything was accepted"
+    assert not counts.flatten()[expected == 0].any(), "a token of probability 0 was emitted"
+    assert chi_square_p_value(counts.flatten(), expected) > 1e-3
+    # lossy: the target's own law is another one, and greedy roots give one text
+    assert chi_square_p_value(counts.flatten(), law(warpers).flatten()) < 1e-3
+    assert (sample("draft_chain", specdec.Typical(threshold=0.1, alpha=0.1), WARPERS[warpers])[0] > 0).sum() == 1
+
+
+def test_where_nothing_is_drafted_drawn_roots_have_the_targets_law():
+    counts, tau = sample("none", specdec.Typical(root="sampled"), WARPERS["plain"])
+    assert tau == 1
+    assert chi_square_p_value(counts.flatten(), law("plain").flatten()) > 1e-3
+
+
+def test_drawn_roots_need_sampling_and_say_so():
+    with pytest.raises(
+        ValueError, match="acceptance: Typical\\(.*root='sampled'\\) samples, which contradicts do_sample"
+    ):
+        specdec.generate(build_target(), None, PROMPT[None], acceptance=specdec.Typical(root="sampled"))
+    with pytest.raises(ValueError, match="root: expected 'greedy' or 'sampled', got 'drawn'"):
+        specdec.Typical(root="drawn")

@@ -16,12 +16,13 @@ from specdec.drafters.eagle import Eagle
 from specdec.drafting.base import Drafter
 from specdec.loop.decoder import Decoder
 from specdec.loop.processing import Processing
-from specdec.loop.rules import RULES
+from specdec.loop.rules import RULES, Typical
 from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
-CASES = judged_by({name: rule() for name, rule in RULES.items()})
+BY_NAME = {**{name: rule() for name, rule in RULES.items()}, "typical, drawn": Typical(root="sampled")}
+CASES = judged_by(BY_NAME)
 pytestmark = pytest.mark.interpreter
 
 EVERYTHING = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
@@ -33,7 +34,7 @@ def processing(**settings):
 
 
 def check(target, drafter, rule="greedy", *, opaque=True, **settings):
-    decoder = Decoder(target, drafter, acceptance=RULES[rule](), capture=GuardedEngine(opaque=opaque))
+    decoder = Decoder(target, drafter, acceptance=BY_NAME[rule], capture=GuardedEngine(opaque=opaque))
     assert decoder.warmup(batch_size=2, max_length=40, num_stop_tokens=1, processing=processing(**settings))
     assert decoder.captured.engine.num_checked > 20
 
