@@ -44,6 +44,7 @@ class Lookahead(Drafter):
     """
 
     kind: ClassVar[str] = "lookahead"
+    reads_rejected: ClassVar[bool] = True  # the nodes of its window, which is no part of the text
     shape: TreeShape
 
     def __init__(self, *, level: int = 5, window: int = 7, guesses: int = 7) -> None:

@@ -73,11 +73,13 @@ class Drafter(ABC):
         shape: the largest tree it proposes. The loop reads its sizes alone; a drafter of static trees, which needs the
             topology, declares the attribute again as a `TreeShape`.
         shares_candidates: whether children of several parents may come from one list of candidates.
+        reads_rejected: whether `commit` reads what the target says at nodes that were not accepted.
     """
 
     kind: ClassVar[str]
     shape: TreeShape | DynamicTree
     shares_candidates: ClassVar[bool] = True
+    reads_rejected: ClassVar[bool] = False
 
     @classmethod
     def from_settings(cls, tree: AnyTreeLike | None, **settings: Any) -> "Drafter":

@@ -1,1 +1,1 @@
-"""What decoding gives: the check against plain decoding, and drafters side by side."""
+"""What decoding gives: the check against plain decoding, drafters side by side, recorded targets, intervals."""
