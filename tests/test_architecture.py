@@ -31,6 +31,7 @@ ROOMS = [
     "specdec/bundled",
     "specdec/evaluation",
     "specdec/training/data",
+    "specdec/training/distill",
     "specdec/training/objectives",
     "specdec/training",
     "specdec/commands",

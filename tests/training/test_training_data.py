@@ -1,4 +1,4 @@
-"""Texts to learn from: files of every form, what the target writes itself, and the picture of a run."""
+"""Texts to learn from: files of every form, and the picture of a run."""
 
 import json
 
@@ -8,8 +8,7 @@ import torch
 from lib.objectives import samples
 from specdec.training.corpus import train_tokenizer
 from specdec.training.curves import curves_svg, history_curves
-from specdec.training.data import collate, data_hash, read_prompts, read_samples, split_held_out
-from specdec.training.distill import distill
+from specdec.training.data import collate, data_hash, read_samples, split_held_out
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
 TEMPLATE = (
@@ -60,10 +59,6 @@ def test_every_form_of_text_is_read_and_masked(tokenizer, tmp_path):
     assert tokenizer.decode(messages.tokens).startswith("<user>say f3 and f4</s>\n<assistant>def f3(x)</s>")
     assert learnt(messages, tokenizer) == "def f3(x)</s>def f4(x)</s>"
     assert torch.equal(conversation.tokens, messages.tokens), "an answer to nothing is left out"
-    prompts = read_prompts(path, tokenizer, vocab_size=300, chat_template=TEMPLATE)
-    assert tokenizer.decode(prompts[4]).endswith("<user>again</s>\n<assistant>")
-    assert [len(prompts[0]), prompts[2].tolist()] == [len(text.tokens), [20, 21, 22, 23, 24]]
-    assert prompts[3].tolist() == [20, 21, 22]
 
 
 def test_long_texts_are_cut_and_short_ones_left_out(tokenizer, tmp_path, caplog):
@@ -154,76 +149,6 @@ def test_batches_are_padded_on_the_right():
     assert batch["loss_mask"].int().sum(1).tolist() == [7, 12]
     assert not batch["loss_mask"][0, 9:].any()
     assert not batch["loss_mask"][0, :2].any()
-
-
-# Self-distillation
-
-
-@pytest.fixture(scope="module")
-def writer(tokenizer):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-        limits = {"vocab_size": 300, "max_position_embeddings": 64, "initializer_range": 0.3}
-        config = LlamaConfig(**sizes, **limits, eos_token_id=0, pad_token_id=0, bos_token_id=0)
-        return LlamaForCausalLM(config).eval()
-
-
-def prompts_file(tmp_path):
-    return write_lines(tmp_path / "prompts.jsonl", *({"prompt": f"def f{i}(x):" + "\n" * (i % 3)} for i in range(7)))
-
-
-def test_the_target_continues_prompts_as_its_model_would(writer, tokenizer, tmp_path):
-    output = tmp_path / "out.jsonl"
-    counts = distill(writer, tokenizer, prompts_file(tmp_path), output, max_new_tokens=12, batch_size=3)
-    assert counts == {"written": 7, "present": 0, "skipped": 0}
-    for line in output.read_text().splitlines():
-        record = json.loads(line)
-        ids = tokenizer(record["prompt"], return_tensors="pt").input_ids
-        expected = writer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-        assert record["tokens"] == expected[0].tolist()
-        assert record["prompt_length"] == ids.shape[1]
-    assert len(read(output, tokenizer)) == 7, "what distill writes, train reads"
-
-
-def test_distillation_goes_on_where_it_stopped(writer, tokenizer, tmp_path):
-    prompts, whole, cut = prompts_file(tmp_path), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    arguments = {"max_new_tokens": 10, "temperatures": (0.0, 1.0), "batch_size": 2, "seed": 3}
-    distill(writer, tokenizer, prompts, whole, **arguments)
-    content = whole.read_bytes()
-    greedy = distill(writer, tokenizer, prompts, tmp_path / "greedy.jsonl", **{**arguments, "temperatures": (0.0,)})
-    assert greedy["written"] == 7
-    assert (tmp_path / "greedy.jsonl").read_bytes() != content, "half of the batches are sampled"
-    end_of_third = [index for index, byte in enumerate(content) if byte == ord("\n")][2] + 1
-    cut.write_bytes(content[: end_of_third + 20])  # three lines and a part of the fourth
-    assert distill(writer, tokenizer, prompts, cut, **arguments) == {"written": 4, "present": 3, "skipped": 0}
-    assert cut.read_bytes() == content
-    assert distill(writer, tokenizer, prompts, cut, **arguments)["written"] == 0
-    for changes in ({"seed": 4}, {"temperatures": (0.0, 0.5)}, {"max_new_tokens": 11}, {"batch_size": 3}):
-        with pytest.raises(ValueError, match="output: expected a new file or one written with .*, got .*cut.jsonl"):
-            distill(writer, tokenizer, prompts, cut, **{**arguments, **changes})
-    assert cut.read_bytes() == content
-
-
-def test_distillation_rejects(writer, tokenizer, tmp_path):
-    prompts, output = prompts_file(tmp_path), tmp_path / "out.jsonl"
-    output.write_text('{"index": 0, "tokens": [1, 2], "prompt_length": 1}\n')
-    with pytest.raises(ValueError, match="output: expected a new file or one of the same prompts"):
-        distill(writer, tokenizer, prompts, output)
-    output.unlink()
-    for arguments, match in (
-        ({"temperatures": (-1.0,)}, "temperatures: expected one or more of at least 0"),
-        ({"batch_size": 0}, "batch_size: expected at least 1"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            distill(writer, tokenizer, prompts, output, **arguments)
-    write_lines(prompts, {"completion": "x"})
-    with pytest.raises(ValueError, match="prompts.jsonl:1: expected one of the keys 'prompt'"):
-        distill(writer, tokenizer, prompts, output)
-    write_lines(prompts, {"text": TEXT}, {"text": "def"})
-    assert distill(writer, tokenizer, prompts, output, max_new_tokens=2) == {"written": 1, "present": 0, "skipped": 1}
 
 
 # Curves

@@ -19,15 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.models.target.target import Target
 from specdec.training.data.files import rows_of
-from specdec.training.data.rows import prompt_of, sample_of
+from specdec.training.data.rows import sample_of
 from specdec.training.data.samples import MIN_TOKENS, Sample, UnusableError, split_held_out
 
-__all__ = ["Texts", "read_prompts", "read_samples"]
+__all__ = ["Texts", "read_samples"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,38 +116,6 @@ def read_samples(
         why = "; ".join(f"{number} {reason}" for reason, number in reasons.items()) or "the file is empty"
         raise ValueError(f"data: expected at least one usable text in {path}, got none of {count}: {why}")
     return samples
-
-
-def read_prompts(
-    path: Path, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, chat_template: str | None = None
-) -> list[torch.Tensor]:
-    """Read what the target is to continue: prompts, texts, or conversations up to their last answer.
-
-    Args:
-        path: JSON lines, or a `.pt` file of token ids.
-        tokenizer: the target's.
-        vocab_size: the target's; ids beyond it are refused.
-        chat_template: Jinja template for conversations; the tokenizer's own by default.
-
-    Returns:
-        1-D int64 tensors of at least one token.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a malformed line, by number.
-    """
-    prompts = []
-    for place, row in rows_of(path):
-        try:
-            ids = prompt_of(row, tokenizer, chat_template)
-            if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-                raise ValueError(f"prompt: expected one or more ids from 0 to {vocab_size - 1}, got {ids[:8]}")
-        except ValueError as error:
-            raise ValueError(f"{path}{place}: {error}") from error
-        prompts.append(torch.tensor(ids, dtype=torch.int64))
-    if not prompts:
-        raise ValueError(f"data: expected at least one prompt in {path}, got none")
-    return prompts
 
 
 def _cut(sample: Sample, max_length: int, vocab_size: int) -> Sample:
