@@ -65,8 +65,22 @@ class LMHeads:
         """The same module's head over a vocabulary of this size, as in `of`."""
         return LMHeads.of(self._module, vocab_size=vocab_size, backend=self._backend)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, M, V] logits of [B, M, C] states, in their dtype."""
+    def logits(self, states: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits in the dtype of the states.
+
+        Args:
+            states: [B, M, C]; [.., C] of a head for all states.
+            tokens: [n] int64 of a head for all states: those that are asked for, in any order; all by default.
+
+        Returns:
+            [B, M, V] or [.., n].
+        """
+        if tokens is not None:
+            weights = _plain_weights(self._module, self._vocab_size)
+            if weights is None:
+                return self.logits(states)[..., tokens]
+            weight, bias = weights[0][0], weights[1]
+            return F.linear(states, weight[tokens], None if bias is None else bias[0, tokens])
         if self._module is not None:
             logits = cast(torch.Tensor, self._module(states))
             missing = 0 if self._vocab_size is None else self._vocab_size - logits.shape[-1]

@@ -3,7 +3,7 @@
 Equation:   h1_t = SAL1(fc1 [h_t; e_{t+1}], kv1);  h2_t = SAL2(fc2 [h1_t; e_{t+1}], kv2)
             h'_k = MLP_k(h1_t) for k <= floor(K / 2), MLP_k(h2_t) above;  MLP_k(x) = x + SiLU(R_k x + b_k)
             H = [h'_1 .. h'_K] + PE;  per layer of the block:  H = H + O Attention(Q n(H), K n(H), V n(H)), unmasked
-            logits_k = W_k H_k, or B_k A_k H_k with low-rank heads;  head k predicts x_{t+k+1}
+            logits_k = W_k H_k, or B_k A_k H_k with low-rank heads, or the target's W H_k;  head k predicts x_{t+k+1}
 Source:     Amphista (arXiv:2406.13170) sections 3.1, 3.2, A.2.3 and A.2.4; no code or weights are public
 Shapes:     h, e [B, T, C]; R [K, C, C], b [K, C]; PE [K, C]; W [K, V, C]; A [K, r, C], B [K, V, r]; logits [B, K, V]
 
@@ -40,6 +40,8 @@ class AmphistaConfig(LayerNetworkConfig):
         position_encoding: False for "w/o Position-Encoding": nothing is added to the states that enter the block.
         block_layers: attention layers of the auto-embedding block; 2 for Amphista-alpha.
         head_rank: r of low-rank LM heads; None for full matrices.
+        own_lm_heads: False for heads that share the target's LM head, which the paper does not have: with a small
+            target four vocabularies are most of the network.
     """
 
     num_heads: int = 4
@@ -49,6 +51,7 @@ class AmphistaConfig(LayerNetworkConfig):
     position_encoding: bool = True
     block_layers: int = 1
     head_rank: int | None = None
+    own_lm_heads: bool = True
 
     def __post_init__(self) -> None:
         LayerNetworkConfig.__post_init__(self)
@@ -60,6 +63,8 @@ class AmphistaConfig(LayerNetworkConfig):
         most = min(self.vocab_size, self.hidden_size)
         if self.head_rank is not None and not 1 <= self.head_rank <= most:
             raise ValueError(f"head_rank: expected None or 1 to {most}, got {self.head_rank}")
+        if self.head_rank is not None and not self.own_lm_heads:
+            raise ValueError(f"head_rank: expected None where heads share the target's LM head, got {self.head_rank}")
 
     @property
     def reads_tokens(self) -> bool:
@@ -114,7 +119,9 @@ class AmphistaNetwork(DraftNetwork):
         self.block = nn.ModuleList(
             _BlockLayer(config.layer) for _ in range(config.block_layers * config.auto_embedding)
         )
-        self.lm_head = nn.Parameter(torch.empty(heads, config.vocab_size, width if rank is None else rank))
+        own = config.own_lm_heads
+        columns = width if rank is None else rank
+        self.lm_head = nn.Parameter(torch.empty(heads, config.vocab_size, columns)) if own else None
         self.lm_head_down = None if rank is None else nn.Parameter(torch.empty(heads, rank, width))
         for weight in (self.mlp_weight, self.position_encoding, self.lm_head, self.lm_head_down):
             if weight is not None:
@@ -165,14 +172,27 @@ class AmphistaNetwork(DraftNetwork):
             states = layer(states, self.backend)
         return states
 
-    def logits(self, states: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Logits [N, M, V] of the M heads that `heads` selects, from their states [N, M, C]."""
-        return self.lm_heads(heads).logits(states)
-
-    def lm_heads(self, heads: slice) -> LMHeads:
-        """The LM heads that `heads` selects; of low rank where the network's are."""
+    def lm_heads(self, heads: slice) -> LMHeads | None:
+        """The LM heads that `heads` selects, of low rank where the network's are; None if they share the target's."""
+        if self.lm_head is None:
+            return None
         down = None if self.lm_head_down is None else self.lm_head_down[heads]
         return LMHeads(self.lm_head[heads], down, backend=self.backend)
+
+    def before_lm_head(self, states: torch.Tensor, head: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One head's last matrix and what it reads, for laws over a part of the vocabulary.
+
+        Args:
+            states: [N, K, C] of `lm_states`.
+            head: which one, from 0.
+
+        Returns:
+            [N, C] or [N, r], and [V, C] or [V, r]; None where it shares the target's LM head.
+        """
+        read = states[:, head]
+        if self.lm_head_down is not None:
+            read = F.linear(read, self.lm_head_down[head])
+        return read, None if self.lm_head is None else self.lm_head[head]
 
     def forward(
         self, features: torch.Tensor, embedded: torch.Tensor | None, positions: torch.Tensor | None, attend: Attend
@@ -202,6 +222,8 @@ class AmphistaNetwork(DraftNetwork):
         for added in (self.mlp_weight, self.mlp_bias, self.position_encoding):
             if added is not None:
                 added.zero_()
+        if self.lm_head is None:
+            return
         if self.lm_head_down is None:
             self.lm_head.copy_(lm_head.expand_as(self.lm_head))
             return

@@ -9,7 +9,6 @@ Parameter names are those of the authors' files. The embedding and the LM head a
 and EAGLE-2 differ in the tree alone.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -82,10 +81,6 @@ class EagleNetwork(DraftNetwork):
         """
         joined = torch.cat((embedded.to(states.dtype), states), -1)
         return self.layers[0](self.fc(joined), self.rotary.at(states, positions), attend, backend=self.backend)
-
-    def logits(self, states: torch.Tensor, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Logits [.., V] of the token after next, of the target's `lm_head` on `states [.., C]` of `forward`."""
-        return lm_head(self.lm_states(states))
 
     def lm_states(self, states: torch.Tensor) -> torch.Tensor:
         """What enters the LM head: [.., C] of `forward` as they are."""

@@ -13,7 +13,7 @@ Parameter names are those of the authors' files. The embedding is the target's a
 of its own. Who uses which switch: docs/drafters/eagle.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -185,18 +185,6 @@ class Eagle3Network(DraftNetwork):
             attention_input=attention_input,
             norm=self.norm if self.config.norm_output else None,
         )
-
-    def logits(self, states: torch.Tensor, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Logits of the token after next.
-
-        Args:
-            states: [.., C] of `forward`.
-            lm_head: the target's, for a network without one.
-
-        Returns:
-            [.., num_draft_tokens].
-        """
-        return (lm_head if self.lm_head is None else self.lm_head)(self.lm_states(states))
 
     def lm_states(self, states: torch.Tensor) -> torch.Tensor:
         """What enters the LM head, the target's or its own: [.., C] of `forward` to [.., C]."""

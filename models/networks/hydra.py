@@ -33,6 +33,7 @@ class HydraConfig:
     """Sizes of a set of Hydra heads.
 
     Attributes:
+        vocab_size: None where the heads have no LM heads of their own but share the target's.
         num_heads: how many tokens beyond the root they guess, one head each.
         num_layers: residual blocks per head; 1 for Hydra, 4 for Hydra++.
         shared_tail: all blocks of a head after its first are one and the same, as in the authors' files.
@@ -41,7 +42,7 @@ class HydraConfig:
     """
 
     hidden_size: int
-    vocab_size: int
+    vocab_size: int | None
     num_heads: int = 4
     num_layers: int = 1
     shared_tail: bool = False
@@ -50,8 +51,9 @@ class HydraConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
         if self.num_heads >= MAX_PARTS:
             raise ValueError(f"num_heads: expected at most {MAX_PARTS - 1}, got {self.num_heads}")
         if not 0 <= self.dropout < 1:
@@ -117,7 +119,7 @@ class _Head(nn.Module):
         width = config.hidden_size
         num_tail = min(config.num_layers - 1, 1) if config.shared_tail else config.num_layers - 1
         self.blocks = nn.ModuleList([_Block(width, num_parts), *(_Block(width, 1) for _ in range(num_tail))])
-        self.lm_head = nn.Linear(width, config.vocab_size)
+        self.lm_head = None if config.vocab_size is None else nn.Linear(width, config.vocab_size)
         self.num_layers = config.num_layers
         self.dropout = config.dropout
 
@@ -183,19 +185,16 @@ class HydraNetwork(DraftNetwork):
         states: torch.Tensor = self.heads[head](rows, self.backend)
         return states.view(parts[0].shape)
 
-    def forward(self, head: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Logits [.., V] of one head, the law of the token after the last one; arguments are those of `states`."""
-        return self.lm_head(head)(self.states(head, parts))
-
-    def lm_head(self, head: int) -> nn.Linear:
-        """The LM head of one head."""
+    def lm_head(self, head: int) -> nn.Linear | None:
+        """The LM head of one head; None where it shares the target's."""
         return cast(_Head, self.heads[head]).lm_head
 
     @torch.no_grad()
     def start_from(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Begin training with the target's LM head (weight [V, C], bias [V]) in every head, and blocks without W."""
         for head in cast("list[_Head]", self.heads):
-            head.lm_head.weight.copy_(weight)
-            head.lm_head.bias.zero_() if bias is None else head.lm_head.bias.copy_(bias)
+            if head.lm_head is not None:
+                head.lm_head.weight.copy_(weight)
+                head.lm_head.bias.zero_() if bias is None else head.lm_head.bias.copy_(bias)
             for block in cast("list[_Block]", head.blocks):
                 block.linear.weight.zero_()

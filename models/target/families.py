@@ -15,7 +15,8 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-__all__ = ["FAMILIES", "Family", "check_model", "decoder_layers", "sliding_window_of"]
+__all__ = ["FAMILIES", "Family", "check_model", "decoder_layers", "is_decoder_and_head"]
+__all__ += ["sliding_window_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,16 @@ FAMILIES = {
 """By `model_type` of their configurations."""
 
 _CHANGING_ROPE = ("longrope", "dynamic")
+
+
+def is_decoder_and_head(model: PreTrainedModel) -> bool:
+    """Whether a model's forward pass is its decoder's, then its LM head on the states, and nothing else."""
+    return (
+        type(model) in (family.causal_lm for family in FAMILIES.values())
+        and "forward" not in vars(model)
+        and not (model._forward_hooks or model._forward_pre_hooks)
+        and model._compiled_call_impl is None
+    )
 
 
 def check_model(model: Any, *, may_lack_data: bool = False) -> None:

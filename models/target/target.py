@@ -24,7 +24,7 @@ from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.passes import PromptPass, TreePass
 from specdec.models.common.placing import in_eval_mode
-from specdec.models.target.families import FAMILIES, check_model, decoder_layers, sliding_window_of
+from specdec.models.target.families import FAMILIES, check_model, decoder_layers, is_decoder_and_head, sliding_window_of
 from specdec.models.target.fused import FusedPath
 from specdec.models.target.modules import Tap
 from specdec.models.target.scores import PrefillOutput, Scores, TargetOutput
@@ -204,11 +204,11 @@ class Target:
             tokens: [B, T] int64, right-padded with any valid token.
 
         Returns:
-            Logits, states and taps of all T tokens; row t of the logits predicts token t + 1.
+            Scores, states and taps of all T tokens; column t of the scores is about token t + 1.
         """
         with self._keeping_states():
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            return TargetOutput(Scores.of(logits), *self._take_states())
+            scores = self._scores({"input_ids": tokens, "use_cache": False}, None)
+            return TargetOutput(scores, *self._take_states())
 
     def prefill(
         self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache, *, chunk_size: int = PREFILL_CHUNK_SIZE
@@ -322,22 +322,19 @@ class Target:
             "use_cache": True,
             "specdec_pass": model_pass,
         }
-        if not self._is_decoder_and_head():
+        return self._scores(inputs, columns)
+
+    def _scores(self, inputs: dict[str, Any], columns: torch.Tensor | None) -> Scores:
+        """Scores at these columns, or all, of what the model is given."""
+        if self.sharding is not None or not is_decoder_and_head(self.model):
             return Scores.of(self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits)
         states = self.model.get_decoder()(**inputs)[0]
-        heads = LMHeads.of(self.model.get_output_embeddings(), backend=self.backend)
-        return Scores(heads, states if columns is None else states[:, columns])
+        return Scores(self.lm_heads, states if columns is None else states[:, columns])
 
-    def _is_decoder_and_head(self) -> bool:
-        """Whether the model's forward pass is its decoder's, then its LM head on the states, and nothing else."""
-        model = self.model
-        return (
-            type(model) in (family.causal_lm for family in FAMILIES.values())
-            and self.sharding is None
-            and "forward" not in vars(model)
-            and not (model._forward_hooks or model._forward_pre_hooks)
-            and model._compiled_call_impl is None
-        )
+    @property
+    def lm_heads(self) -> LMHeads:
+        """The model's LM head."""
+        return LMHeads.of(self.model.get_output_embeddings(), backend=self.backend)
 
     @contextmanager
     def _keeping_states(self) -> Iterator[None]:

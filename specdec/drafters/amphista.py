@@ -73,7 +73,8 @@ class Amphista(NetworkDrafter):
         # every head is heard by the others; LM heads are needed for the tree's levels alone
         states = self.network.lm_states(pairs.last(first), pairs.last(second))
         levels = slice(self.shape.max_depth)
-        candidates = choose_from(choose, self.network.lm_heads(levels), states[:, levels], self._num_ranks)
+        heads = self.network.lm_heads(levels) or self.lm_heads
+        candidates = choose_from(choose, heads, states[:, levels], self._num_ranks)
         return self._template.expand(candidates, root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:

@@ -64,8 +64,8 @@ class Hydra(NetworkDrafter):
         """Check the sizes and move the network to the target's device and dtype."""
         super().bind(target)
         self._levels = plan_levels(self.shape, target.device)
-        heads = range(self.network.config.num_heads)
-        self._heads = [LMHeads.of(self.network.lm_head(head), backend=target.backend) for head in heads]
+        own = map(self.network.lm_head, range(self.network.config.num_heads))
+        self._heads = [self.lm_heads if head is None else LMHeads.of(head, backend=target.backend) for head in own]
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """One state per row; with prefix attention, the keys and values of the text."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +24,13 @@ from specdec.drafting.network import NetworkDrafter
 from specdec.loop.decoder import Decoder
 from specdec.models.target.target import Target
 from specdec.training.curves import curves_svg, history_curves
-from specdec.training.data import Sample, Samples, Texts, collate
+from specdec.training.data import Sample, Samples, Texts, collate, token_counts
 from specdec.training.kinds import objective_class, training_settings
-from specdec.training.objectives.base import Objective, TrainingBatch
+from specdec.training.objectives.base import Objective
 from specdec.training.objectives.eagle import most_frequent_tokens
 from specdec.training.objectives.recipe import Run
+from specdec.training.states import StateStore
+from specdec.training.step import Labels, TrainingStep
 from specdec.training.trainer import RecipeTrainer, forget_checkpoints, last_checkpoint, run_training
 from specdec.trees.dynamic import AnyTreeLike, as_tree
 
@@ -36,7 +38,6 @@ __all__ = ["Labels", "TauProbe", "train_drafter"]
 
 logger = logging.getLogger(__name__)
 
-Labels = Literal["text", "target"]
 _RUN_RECORD = "run.json"
 _MAX_HELD_OUT = 64  # texts that an evaluation looks at
 
@@ -54,47 +55,6 @@ class TauProbe:
     num_prompts: int = 8
     prompt_tokens: int = 64
     new_tokens: int = 64
-
-
-class _Training(nn.Module):
-    """Target and objective as one module for the trainer; its parameters are the network's alone."""
-
-    def __init__(self, objective: Objective, target: Target, labels: Labels) -> None:
-        super().__init__()
-        self.objective = objective
-        self.labels = labels
-        self.progress = 0.0
-        target.model.eval()
-        self._places = target.tap(objective.tap_layers)
-        self._target = (target,)  # in a tuple it is no submodule: checkpoints hold the network alone
-        self.register_state_dict_post_hook(_drop_aliases)  # type: ignore[no-untyped-call]
-
-    def forward(self, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        output = self._target[0].read(input_ids)
-        labels = input_ids
-        if self.labels == "target":
-            labels = torch.cat((input_ids[:, :1], output.logits[:, :-1].argmax(-1)), 1)
-        batch = TrainingBatch(
-            tokens=input_ids,
-            labels=labels,
-            loss_mask=loss_mask,
-            hidden=output.hidden,
-            logits=output.logits,
-            taps=tuple(output.taps[place] for place in self._places),
-            progress=self.progress if self.training else 1.0,
-        )
-        return self.objective(batch)
-
-
-def _drop_aliases(module: nn.Module, tensors: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
-    """Keep each tensor under one name: a draft model's embedding may be its LM head too."""
-    del module, prefix, metadata
-    seen = set()
-    for name, tensor in list(tensors.items()):
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if place in seen:
-            del tensors[name]
-        seen.add(place)
 
 
 class _DrafterTrainer(RecipeTrainer):
@@ -115,7 +75,7 @@ class _DrafterTrainer(RecipeTrainer):
         """As the base, with the measured acceptance length and acceptance by depth."""
         output = super().evaluation_loop(*args, **kwargs)
         if self._prompts and self.is_world_process_zero():
-            training: _Training = self.accelerator.unwrap_model(self.model)
+            training: TrainingStep = self.accelerator.unwrap_model(self.model)
             stats = _decode(training, self._prompts, self._new_tokens, self._tree)
             output.metrics["eval_tau"] = stats.tau
             for depth, rate in enumerate(stats.acceptance_at_depth, start=1):
@@ -137,6 +97,7 @@ def train_drafter(
     work_dir: str | Path | None = None,
     resume: bool = False,
     dtype: torch.dtype | None = None,
+    states: str | Path | None = None,
 ) -> dict[str, float]:
     """Train a drafter and save it to a folder that `specdec.load_drafter` reads.
 
@@ -153,6 +114,8 @@ def train_drafter(
         work_dir: checkpoints of the run; beside `output` by default. Removed when the run has ended.
         resume: go on with the interrupted run in `work_dir`.
         dtype: of the saved weights; the target's by default.
+        states: folder that keeps what the target says about the texts, for further epochs and further drafters, which
+            then do without it; created if missing. By default the target reads every batch anew.
 
     Returns:
         The report: `held_out_loss` and its parts, `tau`, `acceptance_1`, ..., `num_parameters`.
@@ -179,14 +142,19 @@ def train_drafter(
     record = _record(kind, settings or {}, labels, train, held_out) | {"recipe": asdict(recipe), "run": asdict(run)}
     _claim(work_dir, record, resume=resume)
     probe = probe or TauProbe()
+    store = None
+    if states is not None:
+        store = StateStore(Path(states), target, objective.tap_layers)
+        store.read([*train, *held_out])
+    frequent = most_frequent_tokens(token_counts(train, target.vocab_size), (run.num_candidates or 0) // 2)
     metrics, history = run_training(
-        _Training(objective, target, labels).to(target.device),
+        TrainingStep(objective, target, labels, run, frequent).to(target.device),
         work_dir,
         recipe=recipe,
         run=run,
         train=Samples(train),
         held_out=Samples(held_out),
-        collate=collate,
+        collate=collate if store is None else store.collate,
         mixed_precision=target.dtype == torch.bfloat16 if run.mixed_precision is None else run.mixed_precision,
         trainer_class=_DrafterTrainer,
         prompts=_prompts(held_out, target, probe),
@@ -209,10 +177,7 @@ def _objective(kind: str, target: Target, settings: dict[str, Any], train: Seque
     objective_type = objective_class(kind)
     settings = {**training_settings(kind), **settings}
     if "draft_vocab_size" in settings and "draft_tokens" not in settings:
-        counts = sum(
-            (torch.bincount(s.tokens[s.loss_mask], minlength=target.vocab_size) for s in train),
-            start=torch.zeros(target.vocab_size, dtype=torch.int64),
-        )
+        counts = token_counts(train, target.vocab_size)
         settings["draft_tokens"] = most_frequent_tokens(counts, settings["draft_vocab_size"])
     try:
         objective = objective_type.new(target, **settings)
@@ -278,9 +243,9 @@ def _prompts(kept: Sequence[Sample], target: Target, probe: TauProbe) -> list[to
     return prompts
 
 
-def _decode(training: _Training, prompts: Sequence[torch.Tensor], new_tokens: int, tree: Any) -> Any:
+def _decode(training: TrainingStep, prompts: Sequence[torch.Tensor], new_tokens: int, tree: Any) -> Any:
     """Acceptance statistics of the network as it is, on a copy: decoding casts it to the target's dtype."""
-    objective, target = training.objective, training._target[0]
+    objective, target = training.objective, training.target
     network = objective.network
     try:
         objective.network = copy.deepcopy(network)

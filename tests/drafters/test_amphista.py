@@ -68,7 +68,7 @@ def test_a_tree_of_the_root_alone_is_plain_decoding(generator):
 
 
 def head_logits(network, first, second):
-    return network.logits(network.lm_states(first, second), slice(None))[0]
+    return network.lm_heads(slice(None)).logits(network.lm_states(first, second))[0]
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def test_without_its_modules_amphista_is_medusa(generator):
     heads.lm_head.copy_(network.lm_head)
     hidden = torch.randn(1, 3, HIDDEN_SIZE, generator=generator)
     states = network(hidden, None, torch.arange(3)[None], MaskedAttention())
-    torch.testing.assert_close(network.logits(states[0], slice(None)), heads(hidden[0]))
+    torch.testing.assert_close(network.lm_heads(slice(None)).logits(states[0]), heads(hidden[0]))
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from specdec.drafting.candidates import Candidates
 from specdec.loop.decoder import Decoder
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
 from specdec.models.networks.layer import DraftLayerConfig, Rotary
+from specdec.models.target.scores import Scores
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import TrainingBatch
 from specdec.training.objectives.hydra import HydraObjective, HydraPlusPlusObjective
@@ -61,10 +62,10 @@ def test_the_kernel_agrees_with_what_training_computes(kind, monkeypatch, genera
     network = random_network(CONFIGS[kind])
     parts = [torch.randn(2, 3, HIDDEN_SIZE, generator=generator) for _ in range(4)]
     with torch.enable_grad():
-        trained = network(2, parts)
-    torch.testing.assert_close(network(2, parts), trained, rtol=1e-5, atol=1e-5)
+        trained = network.states(2, parts)
+    torch.testing.assert_close(network.states(2, parts), trained, rtol=1e-5, atol=1e-5)
     monkeypatch.setenv("SPECDEC_BACKEND", "triton")
-    torch.testing.assert_close(network(2, parts), trained, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(network.states(2, parts), trained, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_stay_exact_in_half_precision():
@@ -123,7 +124,7 @@ def make_batch(model, generator, batch_size=3, length=11):
     mask = torch.rand(batch_size, length, generator=generator) < 0.7
     with torch.no_grad():
         output = model(tokens, output_hidden_states=True)
-    return TrainingBatch(tokens, labels, mask, output.hidden_states[-1], output.logits)
+    return TrainingBatch(tokens, labels, mask, Scores.of(output.logits), output.hidden_states[-1])
 
 
 OBJECTIVES = {"hydra": HydraObjective, "hydra++": HydraPlusPlusObjective}
@@ -144,7 +145,7 @@ def test_loss_is_the_papers(kind, weights, generator):
                     last = place - head - 2  # the last token that the target has read
                     state = literal_state(network, model, tokens[: last + 1])
                     logits = literal_head(tensors, network.config, head, state, embed[tokens[last + 1 : place]])
-                    law = batch.logits[row, place - 1].softmax(0)
+                    law = batch.scores.logits[row, place - 1].softmax(0)
                     minus_log = -logits.log_softmax(0)
                     losses.append((minus_log[batch.labels[row, place]], law @ minus_log))
         for name, loss in zip(expected, torch.tensor(losses).mean(0), strict=True):
@@ -164,10 +165,10 @@ def test_training_sees_the_logits_that_drafting_computes(kind, monkeypatch, gene
     model, network = build_model("llama"), random_network(CONFIGS[kind])
     batch = make_batch(model, generator, batch_size=1)
     batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
-    trained, forward = [], network.forward
-    monkeypatch.setattr(network, "forward", lambda head, parts: trained.append(forward(head, parts)) or trained[-1])
-    HydraObjective(network, Target(model)).eval()(batch)
-    monkeypatch.undo()
+    objective = HydraObjective(network, Target(model)).eval()
+    trained, logits_of = [], objective.logits
+    monkeypatch.setattr(objective, "logits", lambda *args: trained.append(logits_of(*args)) or trained[-1])
+    objective(batch)
     tokens = batch.tokens[0]
     for last in (0, 4, len(tokens) - 5):
         drafted = Scripted(tokens[last + 2 :].tolist())

@@ -5,6 +5,7 @@ import torch
 from lib.eagle_checks import DRAFT_TOKENS, SWITCHES, TAPS
 from lib.families import random_prompts
 from lib.parallelspec_equations import VARIANTS
+from specdec.models.target.scores import Scores
 from specdec.models.target.target import Target
 from specdec.training.data import Sample
 from specdec.training.kinds import objective_class, training_settings
@@ -14,7 +15,9 @@ _THIRD = {"tap_layers": TAPS, "draft_tokens": DRAFT_TOKENS, "num_unrolled": 3}
 OBJECTIVES = {
     "draft_model": ("draft_model", {"teacher_weight": 0.5}),
     "medusa": ("medusa", {}),
+    "medusa, shared LM head": ("medusa", {"vocab_size": None}),
     "hydra": ("hydra", {"num_heads": 3}),
+    "hydra, shared LM head": ("hydra", {"num_heads": 3, "vocab_size": None, "teacher_weight": 1.0}),
     "hydra++": ("hydra++", {"num_heads": 3, "lm_weight": 1.0}),
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", _THIRD),
@@ -23,6 +26,7 @@ OBJECTIVES = {
     "amphista": ("amphista", {}),
     "amphista, alpha": ("amphista", {"block_layers": 2}),
     "amphista, low rank": ("amphista", {"head_rank": 8}),
+    "amphista, shared LM head": ("amphista", {"own_lm_heads": False}),
     "amphista, no staged adaptation": ("amphista", {"adaptation_layers": 0}),
     "amphista, no auto-embedding": ("amphista", {"auto_embedding": False}),
     **{f"parallelspec, {name}": ("parallelspec", {"num_masks": 3, **VARIANTS[name]}) for name in VARIANTS},
@@ -66,8 +70,13 @@ def read_by(model, tokens, loss_mask=None, *, labels=None, tap_layers=(), progre
         tokens,
         tokens if labels is None else labels,
         torch.ones_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask,
-        states[-1],
-        output.logits,
-        tuple(states[layer + 1] for layer in tap_layers),
-        progress,
+        hidden=states[-1],
+        taps=tuple(states[layer + 1] for layer in tap_layers),
+        progress=progress,
+        **said(output.logits),
     )
+
+
+def said(logits):
+    """What a batch holds of the target's logits [B, T, V]."""
+    return {"scores": Scores.of(logits), "best": torch.nn.functional.pad(logits.argmax(-1)[:, :-1], (1, 0))}

@@ -23,10 +23,11 @@ def objective_around(network, model, **weights):
 def test_training_sees_what_drafting_computes(name, generator):
     model, network = build_model("llama"), random_network(VARIANTS[name])
     batch = read_by(model, *random_texts(generator))
-    states = objective_around(network, model)._states(batch)
+    everywhere = torch.ones_like(batch.loss_mask)
+    states = objective_around(network, model)._states(batch, everywhere).unflatten(0, everywhere.shape)
     for row, length in enumerate((14, 9)):
         for t in range(length - 1):
-            got = network.logits(states[row, t][None], slice(None))[0]
+            got = network.lm_heads(slice(None)).logits(states[row, t][None])[0]
             text, root = batch.tokens[row, : t + 1], int(batch.tokens[row, t + 1])
             torch.testing.assert_close(got, drafted_logits(network, model, text, root), rtol=1e-3, atol=1e-4)
 
@@ -47,7 +48,7 @@ def test_the_loss_is_the_papers(generator):
                     continue
                 root = int(batch.tokens[row, t + 1])
                 log_q = drafted_logits(network, model, batch.tokens[row, : t + 1], root)[k - 1].log_softmax(-1)
-                p = batch.logits[row, place - 1].softmax(-1)  # the target's, of the token at `place`
+                p = batch.scores.logits[row, place - 1].softmax(-1)  # the target's, of the token at `place`
                 terms.append((-(p * log_q).sum(), -log_q[labels[row, place]]))
         alignment.append(sum(a for a, _ in terms) / len(terms))
         lm.append(sum(b for _, b in terms) / len(terms))

@@ -95,14 +95,14 @@ def test_the_loss_of_the_third_version_is_the_papers(generator):
         losses = []
         for row in range(3):
             for place in range(2 + step, 14):
-                target_logits = batch.logits[row, place - 1]
+                target_logits = batch.scores.logits[row, place - 1]
                 if not mask[row, place]:
                     continue
                 if target_logits.argmax() not in DRAFT_TOKENS:
                     left_out += 1
                     continue
                 law = target_logits[DRAFT_TOKENS].softmax(-1)
-                guess = objective.network.logits(states[step][row, place - 2 - step], model.lm_head)
+                guess = objective.network.lm_head(objective.network.lm_states(states[step][row, place - 2 - step]))
                 losses.append(-(law * guess.log_softmax(-1)).sum())
         assert losses
         expected = torch.stack(losses).mean()

@@ -101,7 +101,7 @@ def test_a_glance_shows_answers_at_a_part_of_the_wrong_places(glance, progress, 
     with torch.no_grad():
         mask = relaxed_mask(39, 3, torch.device("cpu"))
         guessed = network(features, embedded, torch.arange(39)[None], MaskedAttention(mask))
-        said = batch.logits.argmax(-1)
+        said = batch.scores.logits.argmax(-1)
         for row, length in enumerate((40, 30)):
             places = range(length - 4)
             wrong = sum(int(model.lm_head(guessed[row, t]).argmax() != said[row, t + 3]) for t in places)

@@ -8,7 +8,7 @@ import torch
 
 from lib.eagle_checks import DRAFT_TOKENS, TAPS
 from lib.families import VOCAB_SIZE, build_model
-from lib.objectives import OBJECTIVES, new_objective, random_texts, read_by
+from lib.objectives import OBJECTIVES, new_objective, random_texts, read_by, said
 from specdec.drafters.kinds import DRAFTER_KINDS, KINDS_WITHOUT_WEIGHTS
 from specdec.models.target.target import Target
 from specdec.training.kinds import TRAINABLE_KINDS, objective_class
@@ -80,16 +80,18 @@ def test_padding_and_places_that_are_not_learnt_do_not_matter(name, generator):
     batch = batch_of(model, objective, generator)
     before = objective(batch)["loss"]
     assert objective(batch)["loss"] == before, "what is random is for training alone"
-    tokens, labels, hidden, logits = (part.clone() for part in (batch.tokens, batch.labels, batch.hidden, batch.logits))
+    parts = (batch.tokens, batch.labels, batch.hidden, batch.scores.logits)
+    tokens, labels, hidden, logits = (part.clone() for part in parts)
     tokens[1, 9:], labels[1, 9:], labels[0, :3] = 5, 6, 7
     hidden[1, 9:], logits[1, 9:] = 3.0, 1.0
     taps = tuple(tap.clone() for tap in batch.taps)
     for tap in taps:
         tap[1, 9:] = 2.0
-    changed = replace(batch, tokens=tokens, labels=labels, hidden=hidden, logits=logits, taps=taps)
+    changed = replace(batch, tokens=tokens, labels=labels, hidden=hidden, taps=taps, **said(logits))
     torch.testing.assert_close(objective(changed)["loss"], before)
     labels[0, 5:] = labels[0, 5:].flip(0)
     logits[0, 4:] = logits[0, 4:].flip(0)
+    changed = replace(changed, **said(logits))
     assert not torch.isclose(objective(changed)["loss"], before, rtol=1e-4)
 
 

@@ -67,7 +67,7 @@ def test_the_loss_is_that_of_drafting_after_every_token(settings, generator):
                 if place < len(tokens) and batch.loss_mask[row, place]:
                     logps = (model.lm_head.weight.double() @ state).log_softmax(-1)
                     entropies[member].append(-logps[batch.labels[row, place]])
-                    target = batch.logits[row, place - 1].double().softmax(-1)
+                    target = batch.scores.logits[row, place - 1].double().softmax(-1)
                     soft_entropies[member].append(-(target * logps).sum())
                     difference = (state - batch.hidden[row, place - 1].double()).abs()
                     errors[member].append(torch.where(difference < 1, difference**2 / 2, difference - 0.5).mean())

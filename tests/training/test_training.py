@@ -104,7 +104,7 @@ def test_draft_models_learn_labels_and_the_targets_law(target):
     guesses = objective.network(batch.tokens).logits.log_softmax(-1)
     places = [(b, t) for b, text in enumerate(texts) for t in range(1, len(text.tokens)) if text.loss_mask[t]]
     lm = -sum(guesses[b, t - 1, batch.tokens[b, t]] for b, t in places) / len(places)
-    law = batch.logits.softmax(-1)
+    law = batch.scores.logits.softmax(-1)
     teacher = -sum(law[b, t - 1] @ guesses[b, t - 1] for b, t in places) / len(places)
     torch.testing.assert_close(result["loss"], 0.5 * lm + 2 * teacher)
     torch.testing.assert_close(result["teacher"], teacher.detach())

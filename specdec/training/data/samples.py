@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 __all__ = ["MIN_TOKENS", "Sample", "Samples", "UnusableError", "collate", "masked", "split_held_out"]
+__all__ += ["token_counts"]
 
 MIN_TOKENS = 8
 """Shorter texts are left out: the deepest head would have nothing to guess."""
@@ -78,3 +79,11 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         tokens[row, : sample.tokens.shape[0]] = sample.tokens
         mask[row, : sample.tokens.shape[0]] = sample.loss_mask
     return {"input_ids": tokens, "loss_mask": mask}
+
+
+def token_counts(samples: Sequence[Sample], vocab_size: int) -> torch.Tensor:
+    """[V] int64: how often each token is to be learnt."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for sample in samples:
+        counts += torch.bincount(sample.tokens[sample.loss_mask], minlength=vocab_size)
+    return counts

@@ -47,34 +47,38 @@ class AmphistaObjective(Objective):
 
     @classmethod
     def new_network(cls, target: Target, **settings: Any) -> AmphistaNetwork:
-        """A network that starts from the target's LM head; `settings` are fields of `AmphistaConfig`."""
+        """A network that starts from the target's LM head, or shares it; `settings` are fields of `AmphistaConfig`."""
         network = AmphistaNetwork(AmphistaConfig.for_target(target.model.config, **settings))
         network.start_from(target.model.get_output_embeddings().weight.detach())
         return network
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, its two parts, and the share of places at which each head's first choice is the label."""
-        states = self._states(batch)
+        network = self.network
+        # head k = head + 1 predicts the token k + 1 places after the state
+        learnt = [batch.at(head + 2) for head in range(network.config.num_heads)]
+        somewhere = torch.stack(learnt).any(0)
+        states = self._states(batch, somewhere)
         alignment, lm, report = [], [], {}
-        for head in range(self.network.config.num_heads):
-            ahead = head + 2  # head k = head + 1 predicts the token k + 1 places after the state
+        for head, guesses in enumerate(learnt):
+            ahead = head + 2
             places = batch.loss_mask[:, ahead:]
             labels = batch.labels[:, ahead:][places]
-            target_probs = batch.logits[:, ahead - 1 : -1][places].float().softmax(-1)
-            chosen = states[:, : places.shape[1], head][places][:, None]
-            logits = self.network.logits(chosen, slice(head, head + 1))[:, 0].float()
-            alignment.append(mean_cross_entropy(logits, target_probs))
-            lm.append(mean_cross_entropy(logits, labels))
-            report[f"accuracy_{head + 1}"] = (logits.detach().argmax(-1) == labels).sum() / max(len(labels), 1)
+            logits = self.logits(batch, *network.before_lm_head(states[guesses[somewhere]], head))
+            alignment.append(mean_cross_entropy(logits, batch.law(slice(ahead - 1, -1), places)))
+            lm.append(mean_cross_entropy(logits, batch.vocabulary.labels(labels)))
+            right = batch.vocabulary.first_choice(logits.detach()) == labels
+            report[f"accuracy_{head + 1}"] = right.sum() / max(len(labels), 1)
         parts = {"alignment": torch.stack(alignment).mean(), "lm": torch.stack(lm).mean()}
         loss = self.alignment_weight * parts["alignment"] + self.lm_weight * parts["lm"]
         return {"loss": loss, **{name: part.detach() for name, part in parts.items()}, **report}
 
-    def _states(self, batch: TrainingBatch) -> torch.Tensor:
-        """[B, T, K, C] states that enter the LM heads, after every pair of the text."""
-        dtype = self.network.lm_head.dtype
+    def _states(self, batch: TrainingBatch, places: torch.Tensor) -> torch.Tensor:
+        """[N, K, C] states that enter the LM heads, after the pairs of the text that `places [B, T]` marks."""
+        dtype = self.network.mlp_weight.dtype
         # the last place has no token after it; whatever it reads, nothing is learnt there
         following = batch.tokens.roll(-1, 1)
         embedded = self.embed(following).to(dtype) if self.network.config.reads_tokens else None
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
-        return self.network(batch.hidden.to(dtype), embedded, positions, MaskedAttention())
+        first, second = self.network.adapt(batch.hidden.to(dtype), embedded, positions, MaskedAttention())
+        return self.network.lm_states(first[places], second[places])

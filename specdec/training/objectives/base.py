@@ -7,47 +7,86 @@ the network in training and turns them into a loss. Nothing here knows files, da
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from specdec.drafting.network import NetworkDrafter
 from specdec.models.networks.base import DraftNetwork
+from specdec.models.target.scores import Scores
 from specdec.models.target.target import Target
 from specdec.training.objectives.recipe import Recipe
+from specdec.training.objectives.vocabulary import Vocabulary
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Objective", "TrainingBatch", "mean_cross_entropy", "refuse_unread"]
+__all__ = ["Objective", "TrainingBatch", "mean_cross_entropy", "most_probable", "refuse_unread"]
+
+_ROWS_AT_ONCE = 512  # of an LM head over the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
     """A batch of texts as the frozen target sees them.
 
+    Its LM head runs where something is learnt, and over the tokens of `vocabulary`, when a law is asked for.
+
     Attributes:
         tokens: [B, T] int64, right-padded: what networks read.
         labels: [B, T] int64: what they should say at each place. The tokens themselves, or (for a run that asks for it)
             the target's most probable token there, which is what greedy decoding wants guessed.
-        loss_mask: [B, T] bool, places that may be learnt as labels: text of the assistant, never padding.
+        loss_mask: [B, T] bool, places that are learnt as labels: text of the assistant, or some of it; never padding.
+        scores: what the target says at all places; column t is about token t + 1.
         hidden: [B, T, C] states that enter the target's LM head.
-        logits: [B, T, V] the target's logits; row t predicts token t + 1.
         taps: per entry of the objective's `tap_layers`, [B, T, C] output of that decoder layer.
         progress: how much of the training is done, from 0 to 1.
+        vocabulary: the tokens that laws are over.
+        best: [B, T] int64: the target's most probable token in place of each learnt one, anything elsewhere; for
+            objectives that need it.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
+    scores: Scores
     hidden: torch.Tensor
-    logits: torch.Tensor
     taps: tuple[torch.Tensor, ...] = ()
     progress: float = 0.0
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    best: torch.Tensor | None = None
+
+    def at(self, ahead: int) -> torch.Tensor:
+        """[B, T] bool: the states whose guess of the token `ahead` places later is learnt."""
+        return F.pad(self.loss_mask[:, ahead:], (0, min(ahead, self.loss_mask.shape[1])))
+
+    def law(self, columns: slice | torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
+        """[N, n] float32: the target's law of the tokens after some places.
+
+        Args:
+            columns: which columns of the texts; the law at column t is that of token t + 1.
+            learnt: [B, number of columns] bool, the N places among them.
+        """
+        return self.law_over(self.vocabulary, columns, learnt)
+
+    def law_over(self, vocabulary: Vocabulary, columns: slice | torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
+        """As `law`, over another vocabulary."""
+        states = self.scores.states[:, columns][learnt]
+        return vocabulary.weighted(self.scores.heads.logits(states, vocabulary.tokens)).softmax(-1)
+
+
+def most_probable(scores: Scores, loss_mask: torch.Tensor) -> torch.Tensor:
+    """[B, T] int64: the target's most probable tokens in place of those that `loss_mask [B, T]` marks; 0 elsewhere."""
+    learnt = loss_mask[:, 1:]
+    states = scores.states[:, :-1][learnt].split(_ROWS_AT_ONCE)
+    best = torch.zeros(loss_mask.shape, dtype=torch.int64, device=loss_mask.device)
+    best[:, 1:][learnt] = torch.cat([scores.heads.logits(part).argmax(-1) for part in states])
+    return best
 
 
 class Objective(nn.Module, ABC):
@@ -99,15 +138,38 @@ class Objective(nn.Module, ABC):
         """Decoder layers whose outputs the loss needs."""
         return ()
 
+    @property
+    def needs_best(self) -> bool:
+        """Whether the loss looks at the target's most probable tokens."""
+        return False
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target's input embedding of [..] tokens, frozen: [.., C]."""
         with torch.no_grad():
             return self._shared[0](tokens)
 
-    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's LM head on [.., C]; its own weights get no gradient."""
-        weight, bias = self._shared[1].weight.detach(), self._shared[1].bias
-        return nn.functional.linear(hidden.to(weight.dtype), weight, None if bias is None else bias.detach())
+    def logits(
+        self,
+        batch: TrainingBatch,
+        states: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits over the batch's vocabulary.
+
+        Args:
+            batch: the batch.
+            states: [N, C].
+            weight: [V, C] of an LM head of the network; without it the target's, which gets no gradient.
+            bias: [V] of the same.
+
+        Returns:
+            [N, n] float32.
+        """
+        if weight is None:
+            head = self._shared[1]
+            weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+        return batch.vocabulary.logits(states, weight, bias)
 
     def drafter(self, shape: TreeShape | DynamicTree | None = None) -> NetworkDrafter:
         """A drafter around the network as it is now."""

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec.drafters.draft_model import DraftModel
+from specdec.models.target.families import is_decoder_and_head
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy
 from specdec.training.objectives.recipe import Recipe, check_weights
@@ -69,15 +70,26 @@ class DraftModelObjective(Objective):
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, and those of its parts `"lm"` and `"teacher"` that count."""
         learnt = batch.loss_mask[:, 1:]
-        logits = self.network(input_ids=batch.tokens, use_cache=False).logits[:, :-1][learnt].float()
+        logits = self._logits(batch, learnt)
         parts = {}
         if self.lm_weight:
-            parts["lm"] = mean_cross_entropy(logits, batch.labels[:, 1:][learnt])
+            parts["lm"] = mean_cross_entropy(logits, batch.vocabulary.labels(batch.labels[:, 1:][learnt]))
         if self.teacher_weight:
-            parts["teacher"] = mean_cross_entropy(logits, batch.logits[:, :-1][learnt].float().softmax(-1))
+            parts["teacher"] = mean_cross_entropy(logits, batch.law(slice(-1), learnt))
         weights = {"lm": self.lm_weight, "teacher": self.teacher_weight}
         loss = sum((weights[name] * part for name, part in parts.items()), start=logits.new_zeros(()))
         return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}
+
+    def _logits(self, batch: TrainingBatch, learnt: torch.Tensor) -> torch.Tensor:
+        """[N, n] logits of the draft model at the places before the `learnt [B, T - 1]` tokens."""
+        inputs = {"input_ids": batch.tokens, "use_cache": False}
+        if not is_decoder_and_head(self.network):
+            logits = self.network(**inputs).logits[:, :-1][learnt]
+            tokens = batch.vocabulary.tokens
+            return batch.vocabulary.weighted(logits if tokens is None else logits[:, tokens])
+        states = self.network.get_decoder()(**inputs)[0][:, :-1][learnt]
+        head = self.network.get_output_embeddings()
+        return self.logits(batch, states, head.weight, head.bias)
 
     def drafter(self, shape: Any = None) -> Any:
         """A drafter around the model as it is now."""

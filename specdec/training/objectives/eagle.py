@@ -25,6 +25,7 @@ from specdec.models.networks.layer import MaskedAttention, Rotation, attend_amon
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
 from specdec.training.objectives.recipe import Recipe, check_decay
+from specdec.training.objectives.vocabulary import Vocabulary
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
@@ -126,6 +127,11 @@ class EagleObjective(Objective):
         """Decoder layers whose outputs the loss needs: version 3's."""
         return getattr(self.network.config, "tap_layers", None) or ()
 
+    @property
+    def needs_best(self) -> bool:
+        """A draft vocabulary learns where they are in it."""
+        return isinstance(self.network, Eagle3Network) and self.network.has_own_vocabulary
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embedding of [..] tokens, the target's or the network's own: [.., C]."""
         own = getattr(self.network, "embed_tokens", None)
@@ -156,8 +162,8 @@ class EagleObjective(Objective):
         count = learnt.sum().clamp(min=1)
         guess, truth = states[learnt], batch.hidden[:, 1:-1][learnt]
         error = F.smooth_l1_loss(guess.float(), truth.float(), reduction="sum") / truth.shape[1]
-        law = batch.logits[:, 1:-1][learnt].float().softmax(-1)
-        cross_entropy = F.cross_entropy(network.logits(guess, self.lm_head).float(), law, reduction="sum")
+        law = batch.law(slice(1, -1), learnt)
+        cross_entropy = F.cross_entropy(self.logits(batch, network.lm_states(guess)), law, reduction="sum")
         regression, classification = error / count, cross_entropy / count
         loss = regression + self.classification_weight * classification
         return {"loss": loss, "regression": regression, "classification": classification}
@@ -165,7 +171,11 @@ class EagleObjective(Objective):
     def _unrolled_loss(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         network = self.network
         assert isinstance(network, Eagle3Network)
-        target_ids = network.target_ids
+        own = network.lm_head
+        # a draft vocabulary takes the place of the batch's, whose candidates it need not have
+        vocabulary = batch.vocabulary
+        if network.has_own_vocabulary:
+            vocabulary = Vocabulary.of(network.target_ids, network.config.vocab_size)
         states = network.read(torch.cat([tap[:, :-2] for tap in batch.taps], -1).to(network.fc.weight.dtype))
         num_tokens, attend = batch.tokens.shape[1], _UnrolledAttention()
         loss, parts = states.new_zeros((), dtype=torch.float32), {}
@@ -175,13 +185,16 @@ class EagleObjective(Objective):
             following = slice(1 + step, 1 + step + places)
             states = network(states[:, :places], self.embed(batch.tokens[:, following]), positions, attend)
 
-            logits = batch.logits[:, following]
             learnt = batch.loss_mask[:, 2 + step :]
             if network.has_own_vocabulary:
-                learnt = learnt & network.t2d[logits.argmax(-1)]
-            law = logits[learnt][:, target_ids].float().softmax(-1)
-            guess = network.logits(states[learnt], self.lm_head).float()
-            cross_entropy = mean_cross_entropy(guess, law)
+                assert batch.best is not None
+                learnt = learnt & network.t2d[batch.best[:, 2 + step :]]
+            guess = network.lm_states(states[learnt])
+            if own is not None and network.has_own_vocabulary:
+                logits = own(guess).float()
+            else:
+                logits = self.logits(batch, guess, None if own is None else own.weight)
+            cross_entropy = mean_cross_entropy(logits, batch.law_over(vocabulary, following, learnt))
             parts[f"depth_{step + 1}"] = cross_entropy
             loss = loss + self.decay**step * cross_entropy
         return {"loss": loss, **parts}

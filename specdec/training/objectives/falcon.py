@@ -80,13 +80,17 @@ class FalconObjective(Objective):
         network.start_from(target.model.get_input_embeddings().weight.detach())
         return network
 
+    @property
+    def needs_best(self) -> bool:
+        """They are what is shown and, in part, what is learnt."""
+        return True
+
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss; its parts; the share of places where the first choice is the target's, and that was glanced at."""
         ahead = self.network.config.block_size
         places = batch.loss_mask[:, ahead + 1 :]  # [B, P]: pair t is about token t + k + 1
-        goal_logits = batch.logits[:, ahead:-1][places].float()
-        best = torch.zeros_like(batch.tokens[:, ahead + 1 :])
-        best[places] = goal_logits.argmax(-1)
+        assert batch.best is not None
+        best = batch.best[:, ahead + 1 :]
         answers = batch.hidden[:, ahead:-1]
 
         features, tokens = batch.hidden[:, :-1], batch.tokens[:, 1:]
@@ -96,7 +100,8 @@ class FalconObjective(Objective):
         if self.training and self.glance_ratio:
             with torch.no_grad():
                 wrong = torch.zeros_like(places)
-                wrong[places] = self.lm_head(self._guess(features, tokens, places)).argmax(-1) != best[places]
+                logits = self.logits(batch, self._guess(features, tokens, places))
+                wrong[places] = batch.vocabulary.first_choice(logits) != best[places]
                 ratio = self.glance_ratio * (1 - batch.progress)
                 glanced = glance_at(places, (ratio * wrong.sum(1)).long(), ahead, self.glance)
                 beyond = (0, features.shape[1] - places.shape[1])  # pairs about nothing that is known
@@ -105,15 +110,15 @@ class FalconObjective(Objective):
                 tokens = torch.where(shown, F.pad(best, beyond), tokens)
 
         guesses = self._guess(features, tokens, places)
-        logits = self.lm_head(guesses).float()
-        count = max(goal_logits.shape[0], 1)  # a text without a usable place adds zero, not NaN
+        logits = self.logits(batch, guesses)
+        count = max(guesses.shape[0], 1)  # a text without a usable place adds zero, not NaN
         regression = F.smooth_l1_loss(guesses.float(), answers[places].float(), reduction="sum")
         regression = regression / (count * guesses.shape[-1])
-        soft = F.kl_div(logits.log_softmax(-1), goal_logits.softmax(-1), reduction="sum") / count
-        hard = mean_cross_entropy(logits, best[places])
+        soft = F.kl_div(logits.log_softmax(-1), batch.law(slice(ahead, -1), places), reduction="sum") / count
+        hard = mean_cross_entropy(logits, batch.vocabulary.labels(best[places]))
         loss = regression + self.distillation_weight * (self.soft_weight * soft + (1 - self.soft_weight) * hard)
         parts = {"regression": regression.detach(), "soft": soft.detach(), "hard": hard.detach()}
-        right = (logits.detach().argmax(-1) == best[places]).sum() / count
+        right = (batch.vocabulary.first_choice(logits.detach()) == best[places]).sum() / count
         return {"loss": loss, **parts, "accuracy": right, "glanced": glanced.sum() / count}
 
     def _guess(self, features: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

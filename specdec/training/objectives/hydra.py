@@ -63,7 +63,7 @@ class HydraObjective(Objective):
 
     @classmethod
     def new_network(cls, target: Target, **settings: Any) -> HydraNetwork:
-        """Heads that begin with the target's LM head; `settings` are those of its `new_config`."""
+        """Heads that begin with the target's LM head, or share it; `settings` are those of its `new_config`."""
         network = HydraNetwork(cls.new_config(target.model.config, **settings))
         head = target.model.get_output_embeddings()
         network.start_from(head.weight, head.bias)
@@ -79,11 +79,14 @@ class HydraObjective(Objective):
             count = max(batch.tokens.shape[1] - place, 0)
             keep = batch.loss_mask[:, place:]
             seen = [states[:, :count], *(embeddings[:, first : first + count] for first in range(1, place))]
-            logits = self.network(head, [part[keep] for part in seen]).float()
+            own = self.network.lm_head(head)
+            weights = () if own is None else (own.weight, own.bias)
+            logits = self.logits(batch, self.network.states(head, [part[keep] for part in seen]), *weights)
             if self.lm_weight:
-                parts["lm"] = parts["lm"] + mean_cross_entropy(logits, batch.labels[:, place:][keep])
+                labels = batch.vocabulary.labels(batch.labels[:, place:][keep])
+                parts["lm"] = parts["lm"] + mean_cross_entropy(logits, labels)
             if self.teacher_weight:
-                target_probs = batch.logits[:, place - 1 : place - 1 + count][keep].float().softmax(-1)
+                target_probs = batch.law(slice(place - 1, place - 1 + count), keep)
                 parts["teacher"] = parts["teacher"] + mean_cross_entropy(logits, target_probs)
         weights = {"lm": self.lm_weight, "teacher": self.teacher_weight}
         loss = sum((weight * parts[name] for name, weight in weights.items()), start=zero)

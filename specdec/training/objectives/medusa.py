@@ -50,16 +50,18 @@ class MedusaObjective(Objective):
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """The loss, and each head's cross-entropy as `"head_1"`, ..."""
-        hidden = batch.hidden.to(self.network.block_weight.dtype)
-        num_texts, length, _ = hidden.shape
-        logits = self.network(hidden.flatten(0, 1), lm_head=self.lm_head).unflatten(0, (num_texts, length))
-        loss = logits.new_zeros((), dtype=torch.float32)
+        network = self.network
+        # the state at t has told t + 1 to the target; the first head guesses t + 2
+        learnt = [batch.at(head + 2) for head in range(network.config.num_heads)]
+        somewhere = torch.stack(learnt).any(0)
+        states = network.states(batch.hidden[somewhere].to(network.block_weight.dtype), network.config.num_heads)
+        loss = states.new_zeros((), dtype=torch.float32)
         parts = {}
-        for head in range(self.network.config.num_heads):
-            place = head + 2  # the state at t has told t + 1 to the target; the first head guesses t + 2
-            learnt = batch.loss_mask[:, place:]
-            guess = logits[:, : learnt.shape[1], head][learnt].float()
-            cross_entropy = mean_cross_entropy(guess, batch.labels[:, place:][learnt])
+        for head, places in enumerate(learnt):
+            weight = None if network.config.vocab_size is None else network.lm_head[head]
+            logits = self.logits(batch, states[places[somewhere], head], weight)
+            labels = batch.vocabulary.labels(batch.labels[:, head + 2 :][batch.loss_mask[:, head + 2 :]])
+            cross_entropy = mean_cross_entropy(logits, labels)
             parts[f"head_{head + 1}"] = cross_entropy.detach()
             loss = loss + self.decay ** (head + 1) * cross_entropy
         return {"loss": loss, **parts}

@@ -153,7 +153,8 @@ class ParallelSpecObjective(Objective):
         loss = states[0][1].new_zeros(())
         for member, (groups, guesses) in enumerate(states):
             guess, learnt, places = _with_labels(batch, groups + member + 1, guesses)  # group 0 is token 0
-            cross_entropy = mean_cross_entropy(self.lm_head(guess).float(), batch.labels[:, places][learnt])
+            labels = batch.vocabulary.labels(batch.labels[:, places][learnt])
+            cross_entropy = mean_cross_entropy(self.logits(batch, guess), labels)
             parts[f"depth_{member + 1}"] = cross_entropy
             loss = loss + self.decay**member * cross_entropy
         return {"loss": loss, **parts}
@@ -168,10 +169,12 @@ class ParallelSpecObjective(Objective):
             count = learnt.sum().clamp(min=1)
             # the state that stands before a token is the one that predicts it
             truth = batch.hidden[:, places - 1][learnt]
-            label = batch.logits[:, places - 1] if self.soft_labels else batch.labels[:, places]
-            label = label[learnt].float().softmax(-1) if self.soft_labels else label[learnt]
+            if self.soft_labels:
+                label = batch.law(places - 1, learnt)
+            else:
+                label = batch.vocabulary.labels(batch.labels[:, places][learnt])
             error = F.smooth_l1_loss(guess.float(), truth.float(), reduction="sum") / truth.shape[1]
-            cross_entropy = F.cross_entropy(self.lm_head(guess).float(), label, reduction="sum")
+            cross_entropy = F.cross_entropy(self.logits(batch, guess), label, reduction="sum")
             loss = loss + self.decay**member * (error + self.classification_weight * cross_entropy) / count
             regression = regression + error / count
             classification = classification + cross_entropy / count

@@ -43,6 +43,10 @@ class Run:
         eval_every: steps between evaluations and checkpoints; a tenth of the run by default.
         log_every: steps between entries of the loss curve.
         seed: of the order of the texts, and of all noise.
+        num_places: places of a text, drawn anew at each step, whose losses are computed; all by default. An evaluation
+            has all.
+        num_candidates: tokens that the laws of a step are over, drawn so that they stand for the whole vocabulary
+            (`specdec.training.objectives.vocabulary`); all of it by default, and in an evaluation.
         mixed_precision: compute in bfloat16 with weights in float32; by default where the target is bfloat16.
     """
 
@@ -54,11 +58,14 @@ class Run:
     eval_every: int | None = None
     log_every: int = 10
     seed: int = 0
+    num_places: int | None = None
+    num_candidates: int | None = None
     mixed_precision: bool | None = None
 
     def __post_init__(self) -> None:
-        counts = ("steps", "epochs", "batch_size", "accumulate", "eval_every", "log_every")
+        counts = ("steps", "epochs", "batch_size", "accumulate", "eval_every", "log_every", "num_places")
         check_at_least(1, {name: getattr(self, name) for name in counts})
+        check_at_least(16, {"num_candidates": self.num_candidates})
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"learning_rate: expected more than 0, got {self.learning_rate}")
 
