@@ -111,8 +111,10 @@ class StateStore:
         """Look at what is complete, and cut off what a crash left behind it."""
         for name in self._names:
             index = self.folder / f"{name}.index"
-            lines = index.read_bytes().splitlines(keepends=True) if index.exists() else []
-            rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+            index.touch()
+            lines = index.read_bytes()
+            os.truncate(index, lines.rfind(b"\n") + 1)
+            rows = [json.loads(line) for line in lines.splitlines(keepends=True) if line.endswith(b"\n")]
             self._rows[name] = {text: (first, count) for text, first, count in rows}
             end = rows[-1][1] + rows[-1][2] if rows else 0
             for file in ("hidden", "best") if name == "hidden" else (name,):

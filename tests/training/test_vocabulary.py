@@ -67,7 +67,8 @@ def test_a_step_of_some_places_and_candidates_trains_and_an_evaluation_has_all(n
     tokens, mask = random_texts(generator)
     objective = new_objective(name, model)
     labels = "target" if name == "medusa" else "text"
-    run = Run(num_places=3, num_candidates=24)
+    run = Run(num_places=7, num_candidates=24)
+    torch.manual_seed(0)
     step = TrainingStep(objective, Target(model), labels, run, torch.arange(8))
     step(tokens, mask)["loss"].backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in objective.parameters())
