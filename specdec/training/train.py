@@ -24,7 +24,7 @@ from specdec.drafting.network import NetworkDrafter
 from specdec.loop.decoder import Decoder
 from specdec.models.target.target import Target
 from specdec.training.curves import curves_svg, history_curves
-from specdec.training.data import Sample, Samples, Texts, collate, token_counts
+from specdec.training.data import Collate, Sample, Samples, Texts, collate, token_counts
 from specdec.training.kinds import objective_class, training_settings
 from specdec.training.objectives.base import Objective
 from specdec.training.objectives.eagle import most_frequent_tokens
@@ -142,10 +142,6 @@ def train_drafter(
     record = _record(kind, settings or {}, labels, train, held_out) | {"recipe": asdict(recipe), "run": asdict(run)}
     _claim(work_dir, record, resume=resume)
     probe = probe or TauProbe()
-    store = None
-    if states is not None:
-        store = StateStore(Path(states), target, objective.tap_layers)
-        store.read([*train, *held_out])
     frequent = most_frequent_tokens(token_counts(train, target.vocab_size), (run.num_candidates or 0) // 2)
     metrics, history = run_training(
         TrainingStep(objective, target, labels, run, frequent).to(target.device),
@@ -154,7 +150,7 @@ def train_drafter(
         run=run,
         train=Samples(train),
         held_out=Samples(held_out),
-        collate=collate if store is None else store.collate,
+        collate=collate if states is None else _collate_with(Path(states), target, objective, [*train, *held_out]),
         mixed_precision=target.dtype == torch.bfloat16 if run.mixed_precision is None else run.mixed_precision,
         trainer_class=_DrafterTrainer,
         prompts=_prompts(held_out, target, probe),
@@ -184,6 +180,13 @@ def _objective(kind: str, target: Target, settings: dict[str, Any], train: Seque
     except TypeError as error:
         raise TypeError(f"settings: {kind} does not take these: {error}") from error
     return objective.to(device=target.device, dtype=torch.float32)
+
+
+def _collate_with(folder: Path, target: Target, objective: Objective, samples: Sequence[Sample]) -> Collate:
+    """Makes batches with the target's states of these texts, which it has read and the folder keeps."""
+    store = StateStore(folder, target, objective.tap_layers)
+    store.read(samples)
+    return store.collate
 
 
 def _record(

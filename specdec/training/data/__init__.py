@@ -7,7 +7,7 @@ From a file to what a drafter learns: `files.py` (rows with their places), `rows
 
 from specdec.training.data.files import data_hash
 from specdec.training.data.reading import Texts, read_samples
-from specdec.training.data.samples import MIN_TOKENS, Sample, Samples, collate, split_held_out, token_counts
+from specdec.training.data.samples import MIN_TOKENS, Collate, Sample, Samples, collate, split_held_out, token_counts
 
-__all__ = ["MIN_TOKENS", "Sample", "Samples", "Texts", "collate", "data_hash", "read_samples"]
+__all__ = ["MIN_TOKENS", "Collate", "Sample", "Samples", "Texts", "collate", "data_hash", "read_samples"]
 __all__ += ["split_held_out", "token_counts"]

@@ -1,12 +1,16 @@
 """What is learnt from one text: its token ids, and which of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["MIN_TOKENS", "Sample", "Samples", "UnusableError", "collate", "masked", "split_held_out"]
+__all__ = ["MIN_TOKENS", "Collate", "Sample", "Samples", "UnusableError", "collate", "masked", "split_held_out"]
 __all__ += ["token_counts"]
+
+Collate: TypeAlias = "Callable[[Sequence[Sample]], dict[str, torch.Tensor]]"
+"""Makes a batch of texts."""
 
 MIN_TOKENS = 8
 """Shorter texts are left out: the deepest head would have nothing to guess."""

@@ -79,9 +79,8 @@ class HydraObjective(Objective):
             count = max(batch.tokens.shape[1] - place, 0)
             keep = batch.loss_mask[:, place:]
             seen = [states[:, :count], *(embeddings[:, first : first + count] for first in range(1, place))]
-            own = self.network.lm_head(head)
-            weights = () if own is None else (own.weight, own.bias)
-            logits = self.logits(batch, self.network.states(head, [part[keep] for part in seen]), *weights)
+            own, read = self.network.lm_head(head), self.network.states(head, [part[keep] for part in seen])
+            logits = self.logits(batch, read, *(() if own is None else (own.weight, own.bias)))
             if self.lm_weight:
                 labels = batch.vocabulary.labels(batch.labels[:, place:][keep])
                 parts["lm"] = parts["lm"] + mean_cross_entropy(logits, labels)
