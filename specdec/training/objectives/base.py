@@ -74,12 +74,14 @@ class TrainingBatch:
         """
         return self.law_over(self.vocabulary, columns, learnt)
 
+    @torch.no_grad()
     def law_over(self, vocabulary: Vocabulary, columns: slice | torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
         """As `law`, over another vocabulary."""
         states = self.scores.states[:, columns][learnt]
         return vocabulary.weighted(self.scores.heads.logits(states, vocabulary.tokens)).softmax(-1)
 
 
+@torch.no_grad()
 def most_probable(scores: Scores, loss_mask: torch.Tensor) -> torch.Tensor:
     """[B, T] int64: the target's most probable tokens in place of those that `loss_mask [B, T]` marks; 0 elsewhere."""
     learnt = loss_mask[:, 1:]
