@@ -207,7 +207,7 @@ class Target:
             Scores, states and taps of all T tokens; column t of the scores is about token t + 1.
         """
         with self._keeping_states():
-            scores = self._scores({"input_ids": tokens, "use_cache": False}, None)
+            scores = self._scores_of({"input_ids": tokens, "use_cache": False}, None)
             return TargetOutput(scores, *self._take_states())
 
     def prefill(
@@ -322,9 +322,9 @@ class Target:
             "use_cache": True,
             "specdec_pass": model_pass,
         }
-        return self._scores(inputs, columns)
+        return self._scores_of(inputs, columns)
 
-    def _scores(self, inputs: dict[str, Any], columns: torch.Tensor | None) -> Scores:
+    def _scores_of(self, inputs: dict[str, Any], columns: torch.Tensor | None) -> Scores:
         """Scores at these columns, or all, of what the model is given."""
         if self.sharding is not None or not is_decoder_and_head(self.model):
             return Scores.of(self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits)
