@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from specdec.bundled.load import load_tiny
+    from specdec.bundled.load import load_model, load_tiny
     from specdec.drafting.base import Drafter
     from specdec.drafting.draft_tree import DraftTree
     from specdec.evaluation.checking import CheckReport, check
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["AcceptanceStats", "CheckReport", "DecodeResult", "Decoder", "DraftTree", "Drafter", "Greedy", "Naive"]
 __all__ += ["Rejection", "SpecDecodeOutput", "Target", "Traversal", "TreeShape", "Typical", "Verdict", "as_tree_shape"]
-__all__ += ["check", "generate", "hf_generate", "load_drafter", "load_tiny", "preset_names"]
+__all__ += ["check", "generate", "hf_generate", "load_drafter", "load_model", "load_tiny", "preset_names"]
 
 _NAMES = {
-    "specdec.bundled.load": "load_tiny",
+    "specdec.bundled.load": "load_model load_tiny",
     "specdec.drafting.base": "Drafter",
     "specdec.drafting.draft_tree": "DraftTree",
     "specdec.evaluation.checking": "CheckReport check",

@@ -10,8 +10,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import specdec
 from lib.interpreter import mend_interpreter
 from lib.tensors import DEVICE
+from specdec.bundled.chat_model import cached
 
 mend_interpreter()
 
@@ -22,6 +24,8 @@ def pytest_collection_modifyitems(items):
         reasons["gpu"] = "needs an NVIDIA GPU"
     if os.environ.get("TRITON_INTERPRET") != "1":
         reasons["interpreter"] = "needs Triton's interpreter: hide the GPU with CUDA_VISIBLE_DEVICES="
+    if cached() is None:
+        reasons["smollm2"] = "needs the chat model: specdec.load_model('smollm2') fetches it"
     for item in items:
         for marker, reason in reasons.items():
             if marker in item.keywords:
@@ -31,6 +35,12 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The chat model and its tokenizer, for tests marked `smollm2`."""
+    return specdec.load_model("smollm2")
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""The small model that ships with the package, its drafters, and what loads them."""
+"""Models that go by a name (the tiny one ships, the chat model is fetched), their drafters, and what loads them."""

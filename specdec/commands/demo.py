@@ -49,8 +49,9 @@ def run_demo(
     from rich.progress import Progress
     from rich.text import Text
 
-    from specdec.bundled.load import TINY_FOLDER, load_tiny, load_tiny_drafters
+    from specdec.bundled.load import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
     from specdec.commands.text import ACCEPTED_STYLE, CompletionStream
+    from specdec.drafters.load import load_drafter
     from specdec.evaluation.comparison import compare, comparison_table
     from specdec.generation.generate import generate
     from specdec.models.target.target import Target
@@ -60,7 +61,9 @@ def run_demo(
     target = Target(model)
     texts = json.loads((TINY_FOLDER / "prompts.json").read_text())
     prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
-    drafters = load_tiny_drafters(target)
+    bundled = {name: str(tiny_drafter(name)) for name in bundled_drafters()}
+    sources = {name: name for name in ("none", "prompt_lookup", "lookahead")} | bundled
+    drafters = {name: load_drafter(source, target) for name, source in sources.items()}
     stop = tokenizer.eos_token_id
 
     if not as_json:

@@ -22,14 +22,16 @@ __all__ = ["add_chat_template", "add_decoding", "add_pair", "add_target", "as_tr
 __all__ += ["chat_template_of", "check_positive", "given", "hide_progress_of_loading", "load_for_decoding"]
 __all__ += ["load_target", "read_settings"]
 
+_TARGETS = "a folder, a hub id, 'tiny', the bundled model, or 'smollm2', a chat model that is fetched once"
+
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
     """Options that name a target, a drafter and its tree."""
     kinds = "a kind without weights (none, prompt_lookup, lookahead), a folder or a hub id"
-    tiny = "with --model tiny also any bundled drafter, such as medusa"
+    named = "with --model tiny or smollm2 also a bundled drafter, such as medusa"
     trees = "preset name, JSON file, k_config such as 4,2,2, length of a chain, or auto, which measures"
-    parser.add_argument("--model", required=True, help="target: a folder, a hub id, or 'tiny', the bundled model")
-    parser.add_argument("--drafter", default="none", help=f"{kinds}; {tiny} (default: %(default)s)")
+    parser.add_argument("--model", required=True, help=f"target: {_TARGETS}")
+    parser.add_argument("--drafter", default="none", help=f"{kinds}; {named} (default: %(default)s)")
     parser.add_argument("--tree", help=trees)
     setting = "a setting of the drafter, such as max_ngram=2; also kind=... and any_target=true; may be repeated"
     parser.add_argument("--drafter-set", action="append", default=[], metavar="KEY=VALUE", help=setting)
@@ -46,7 +48,7 @@ def add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Options that name the target of a training command."""
-    parser.add_argument("--target", required=True, help="a folder, a hub id, or 'tiny', the bundled model")
+    parser.add_argument("--target", required=True, help=_TARGETS)
     _add_place(parser, ("float32", "bfloat16"))
     add_chat_template(parser)
 
@@ -125,24 +127,27 @@ def load_for_decoding(options: argparse.Namespace) -> "tuple[Target, Drafter, Pr
 def load_target(target: str, options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The target on its device, and its tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from specdec.bundled.load import TINY_FOLDER
+    from specdec.bundled.load import load_model
 
     hide_progress_of_loading()
     rank = os.environ.get("LOCAL_RANK", "0")  # set by torchrun
     device = options.device or (f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
-    source = str(TINY_FOLDER / "target") if target == "tiny" else target
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(source)
+    return load_model(target, dtype=dtype, device=device)
 
 
 def bundled(target: str, drafter: str) -> str:
-    """With the bundled target, its drafters go by their names."""
-    from specdec.bundled.load import bundled_drafters, tiny_drafter
+    """With a target that goes by a name, its drafters do too."""
+    from specdec.bundled.load import NAMED_MODELS, bundled_drafter, bundled_drafters
+    from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
 
-    return str(tiny_drafter(drafter)) if target == "tiny" and drafter in bundled_drafters() else drafter
+    if target not in NAMED_MODELS:
+        return drafter
+    is_elsewhere = drafter in KINDS_WITHOUT_WEIGHTS or "/" in drafter or os.path.exists(drafter)
+    if is_elsewhere and drafter not in bundled_drafters(target):
+        return drafter
+    return str(bundled_drafter(target, drafter))
 
 
 def hide_progress_of_loading() -> None:

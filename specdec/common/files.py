@@ -7,13 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["check_replaceable", "replace_file", "replace_folder"]
+__all__ = ["cache_folder", "check_replaceable", "replace_file", "replace_folder"]
 
 _OURS = set(
     "config.json curves.svg generation_config.json model.safetensors model.safetensors.index.json specdec.json "
-    "training.json tree.json tokenizer.json tokenizer_config.json special_tokens_map.json".split()
+    "training.json tree.json tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja "
+    "origin.json".split()
 )
 """Names of the files that a saved model or drafter has."""
+
+
+def cache_folder() -> Path:
+    """Where files are kept that can be fetched again: `SPECDEC_HOME`, or `specdec` in the user's cache folder."""
+    if home := os.environ.get("SPECDEC_HOME"):
+        return Path(home).expanduser()
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    # the standard says that a relative one is to be ignored
+    return (Path(caches) if os.path.isabs(caches) else Path.home() / ".cache") / "specdec"
 
 
 def check_replaceable(destination: str | os.PathLike[str], name: str = "folder") -> None:

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from specdec.bundled.load import NAMED_MODELS, bundled_drafter
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import (
     DRAFTER_KINDS,
@@ -75,7 +76,8 @@ def load_drafter(
             raise FileNotFoundError(
                 f"drafter: expected a kind ({', '.join(KINDS_WITHOUT_WEIGHTS)}), a folder or a hub id, got {name!r}"
             )
-        path = download(name)
+        is_bundled = path.parts[0] in NAMED_MODELS
+        path = bundled_drafter(*path.parts) if is_bundled else download(name)
     if (path / RECORD).exists():
         return _load_own(path, target, kind, tree, any_target, settings)
     return _load_published(path, target, kind, tree, settings)

@@ -6,7 +6,7 @@ over the repeats, so that a slow moment of the machine hits all of them alike.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -56,7 +56,7 @@ class ComparisonRow:
 
 def compare(
     target: Target,
-    drafters: dict[str, Drafter | None],
+    drafters: Mapping[str, Drafter | None],
     prompts: Sequence[torch.Tensor],
     *,
     max_new_tokens: int,

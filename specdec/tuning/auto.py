@@ -33,7 +33,8 @@ def load_drafter(
 
     Args:
         source: a kind that needs no weights (`"none"`, `"prompt_lookup"`, ...), a folder or file of weights, a hub id,
-            a loaded causal LM, or None for plain decoding. A `Drafter` is returned as it is.
+            a bundled drafter such as `"smollm2/eagle"`, a loaded causal LM, or None for plain decoding. A `Drafter` is
+            returned as it is.
         target: what it will draft for.
         kind: what `source` holds, when the files do not tell.
         tree: the draft tree, in any of the forms of `specdec.trees.dynamic.as_tree`; with `"dynamic"`, for drafters
