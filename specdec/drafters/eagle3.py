@@ -61,6 +61,11 @@ class Eagle3(Eagle):
         """As `NetworkDrafter`."""
         return {"tap_layers": self.tap_layers}
 
+    @property
+    def proposes(self) -> torch.Tensor | None:
+        """As `Drafter`."""
+        return self.network.target_ids if self.network.has_own_vocabulary else None
+
     @classmethod
     def default_tree(cls, config: Any) -> DynamicTree:
         """A dynamic tree, as the authors use it."""

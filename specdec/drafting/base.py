@@ -101,6 +101,11 @@ class Drafter(ABC):
         """Whether its candidates can be drawn from laws that it hands on with the tree."""
         return False
 
+    @property
+    def proposes(self) -> torch.Tensor | None:
+        """[D] int64, the target's token behind each of its logits; None where a logit's place is the token."""
+        return None
+
     def with_tree(self, tree: TreeShape) -> "Drafter":
         """The same drafter with another tree, sharing its network; to be bound anew.
 

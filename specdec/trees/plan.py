@@ -45,12 +45,31 @@ class TreePlan(JsonFile):
         batch_size: rows that it was planned for.
         rows: every size that was weighed, ascending, plain decoding first.
         place: where it was measured: device, context and the like, for people.
+        order: rank paths of all nodes that were weighed: the first n - 1 make the best tree of n nodes.
+
+    Raises:
+        ValueError: an order that does not begin with the tree, or is too short for the rows.
     """
 
     tree: TreeShape
     batch_size: int
     rows: tuple[PlanRow, ...]
     place: str = ""
+    order: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.order and (len(self.order) < len(self.rows) - 1 or self.tree_of(self.tree.num_nodes) != self.tree):
+            raise ValueError(f"order: expected {len(self.rows) - 1} nodes or more that begin with the tree, got others")
+
+    def tree_of(self, num_nodes: int) -> TreeShape:
+        """The best tree of so many nodes, root included.
+
+        Raises:
+            ValueError: more nodes than were weighed.
+        """
+        if not 1 <= num_nodes <= len(self.order) + 1:
+            raise ValueError(f"num_nodes: expected 1 to {len(self.order) + 1}, got {num_nodes}")
+        return TreeShape.from_paths(self.order[: num_nodes - 1])
 
     @property
     def chosen(self) -> PlanRow:
@@ -85,7 +104,8 @@ class TreePlan(JsonFile):
 
     def to_json(self) -> str:
         """The plan as a file's text; wherever a tree is asked for, the file is one."""
-        plan = {"batch_size": self.batch_size, "place": self.place, "rows": [asdict(row) for row in self.rows]}
+        rows, order = [asdict(row) for row in self.rows], [".".join(map(str, path)) for path in self.order]
+        plan = {"batch_size": self.batch_size, "place": self.place, "rows": rows, "order": order}
         data = {"version": FORMAT_VERSION, "plan": plan, "tree": self.tree.to_dict()}
         return json.dumps(data, indent=1) + "\n"
 
@@ -97,9 +117,10 @@ class TreePlan(JsonFile):
         try:
             fields = dict(data["plan"])
             fields["rows"] = tuple(PlanRow(**row) for row in fields["rows"])
+            fields["order"] = tuple(tuple(map(int, path.split("."))) for path in fields.get("order", ()))
             plan = cls(tree=tree, **fields)
             _ = plan.chosen  # a plan without the row of its tree is none
-        except (TypeError, ValueError, KeyError, StopIteration) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, StopIteration) as error:
             raise ValueError(f"{source}: plan: expected what specdec tune writes, got an error: {error!r}") from error
         return plan
 

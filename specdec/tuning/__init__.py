@@ -1,1 +1,1 @@
-"""How large a tree is worth it: measured costs, and the choice that follows from them."""
+"""Which tree is worth it: cut or grown by measured acceptance, its size chosen by measured costs."""

@@ -6,17 +6,19 @@ the target's path runs through a node (its *reach*). So the best tree of k nodes
 which is a tree, because no node has a larger reach than its parent; and all best trees are prefixes of one list.
 
 `specdec.tuning.measure` measures the costs and the reach; nothing here looks at a clock.
+Trees that were grown on a corpus (`specdec.tuning.growth`) are prefixes of a list, too, with their acceptance known.
 Source: Sequoia (arXiv:2402.12374) section 3 and the hardware-aware optimiser of Medusa and Hydra++ have the same aim.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from specdec.trees.plan import PlanRow, TreePlan
 from specdec.trees.shape import TreeShape
 
-__all__ = ["StepCosts", "plan_tree", "ranked_nodes", "subtree"]
+__all__ = ["StepCosts", "plan_sizes", "plan_tree", "ranked_nodes", "subtree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +106,38 @@ def plan_tree(
     Raises:
         ValueError: costs that do not cover plain decoding of the batch or the tree's depth.
     """
-    if len(costs.draft_ms) <= shape.max_depth:
-        raise ValueError(f"draft_ms: expected an entry for each depth up to {shape.max_depth}, got {costs.draft_ms}")
-    order = ranked_nodes(shape, reach)
-    rows, tau, depth = [], 1.0, 0
-    for size, node in enumerate(order, start=1):
-        if node:
-            tau += reach[node]
-            depth = max(depth, int(shape.depth[node]))
+    order = ranked_nodes(shape, reach)[1:]
+    taus = accumulate((reach[node] for node in order), initial=1.0)
+    return plan_sizes([shape.rank_paths[node] for node in order], [*taus], costs, batch_size=batch_size, place=place)
+
+
+def plan_sizes(
+    order: Sequence[tuple[int, ...]], tau: Sequence[float], costs: StepCosts, *, batch_size: int, place: str = ""
+) -> TreePlan:
+    """Choose among trees that are prefixes of one list of nodes.
+
+    Args:
+        order: rank paths, of which the first n - 1 make the tree of n nodes.
+        tau: acceptance length by number of nodes, from that of the root alone.
+        costs: what a step costs.
+        batch_size: rows that are decoded together.
+        place: where the costs were measured, for people.
+
+    Returns:
+        As `plan_tree`.
+
+    Raises:
+        ValueError: costs that do not cover plain decoding of the batch or the deepest tree.
+    """
+    depths = [*accumulate(map(len, order), max, initial=0)]
+    if len(costs.draft_ms) <= depths[-1]:
+        raise ValueError(f"draft_ms: expected an entry for each depth up to {depths[-1]}, got {costs.draft_ms}")
+    rows: list[PlanRow] = []
+    for size, (depth, length) in enumerate(zip(depths, tau, strict=True), start=1):
         if size > 1 and size * batch_size > max(costs.pass_ms):
             break
         step_ms = costs.at(size * batch_size) + costs.draft_ms[depth] + costs.other_ms
-        rows.append(PlanRow(size, depth, tau, step_ms, 1e3 * batch_size * tau / step_ms))
+        rows.append(PlanRow(size, depth, length, step_ms, 1e3 * batch_size * length / step_ms))
     best = max(rows, key=lambda row: (row.tokens_per_second, -row.num_nodes))
-    return TreePlan(subtree(shape, order[: best.num_nodes]), batch_size, tuple(rows), place)
+    tree = TreeShape.from_paths(order[: best.num_nodes - 1])
+    return TreePlan(tree, batch_size, tuple(rows), place, tuple(order))

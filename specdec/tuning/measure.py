@@ -28,7 +28,8 @@ from specdec.trees.plan import TreePlan
 from specdec.trees.shape import TreeShape
 from specdec.tuning.budget import StepCosts, plan_tree, subtree
 
-__all__ = ["MAX_ROWS", "Measure", "measure_ms", "measure_reach", "probe_prompts", "replayed", "tune", "with_tree"]
+__all__ = ["MAX_ROWS", "Measure", "check_context", "measure_costs", "measure_ms", "measure_reach", "probe_prompts"]
+__all__ += ["replayed", "tune", "with_tree"]
 
 MAX_ROWS = 128
 """Most tree nodes of all rows together: with more, the target's matrix products cost arithmetic, not bandwidth."""
@@ -94,22 +95,53 @@ def tune(
     if not shape.num_draft_tokens:
         raise ValueError(f"drafter: expected one that proposes tokens, got {drafter.kind} with the root alone")
     with_tree(drafter, shape)  # a drafter that takes no other tree is refused before anything is measured
-    most = target.max_positions - shape.num_nodes - 2
+    check_context(target, shape.num_nodes, batch_size=batch_size, context=context)
+    prompts = probe_prompts(target) if prompts is None else prompts
+    reach = measure_reach(Decoder(target, drafter), prompts, max_new_tokens)
+    sizes = {"batch_size": batch_size, "context": context, "max_rows": max_rows}
+    costs, place = measure_costs(target, drafter, shape, measure=measure, **sizes)
+    return plan_tree(shape, reach, costs, batch_size=batch_size, place=place)
+
+
+def check_context(target: Target, num_nodes: int, *, batch_size: int, context: int) -> None:
+    """Raise ValueError for sizes at which a tree of `num_nodes` cannot be timed."""
+    most = target.max_positions - num_nodes - 2
     if batch_size < 1 or not 1 <= context <= most:
         raise ValueError(
             f"batch_size, context: expected at least 1 row of 1 to {most} tokens, got {batch_size}, {context}"
         )
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter,
+    shape: TreeShape,
+    *,
+    batch_size: int,
+    context: int,
+    max_rows: int = MAX_ROWS,
+    measure: Measure | None = None,
+) -> tuple[StepCosts, str]:
+    """What steps with a tree and with parts of it cost, and where that was measured, for people.
+
+    Args:
+        target: the target.
+        drafter: what drafts.
+        shape: the largest tree.
+        batch_size: rows that will be decoded together.
+        context: tokens of text per row.
+        max_rows: most tree nodes of all rows together.
+        measure: as for `tune`.
+    """
     if measure is None:
         measure = replayed(CudaGraphs(target.device)) if target.device.type == "cuda" else measure_ms
-    prompts = probe_prompts(target) if prompts is None else prompts
-    reach = measure_reach(Decoder(target, drafter), prompts, max_new_tokens)
     text = torch.randint(0, target.vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0))
     costs = StepCosts(
         pass_ms=_pass_ms(target, text, shape.num_nodes, max_rows, measure),
         draft_ms=_draft_ms(target, drafter, shape, text, measure),
     )
     place = f"context {context}, {target.device.type}, {str(target.dtype).removeprefix('torch.')}, {drafter.kind}"
-    return plan_tree(shape, reach, costs, batch_size=batch_size, place=place)
+    return costs, place
 
 
 def with_tree(drafter: Drafter, tree: TreeShape) -> Drafter:
