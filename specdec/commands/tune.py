@@ -82,12 +82,15 @@ def _prompts(
     options: argparse.Namespace, target: "Target", tokenizer: "PreTrainedTokenizerBase"
 ) -> "list[torch.Tensor]":
     """The texts to measure acceptance on, those left out that are too long for the context."""
-    from specdec.training.data import read_prompts
+    import torch
+
+    from specdec.training.distill.prompts import read_prompts
 
     prompts = [tokenizer(text, return_tensors="pt").input_ids[0].long() for text in options.prompt or ()]
     if options.prompts is not None:
         template = chat_template_of(options)
-        prompts += read_prompts(options.prompts, tokenizer, vocab_size=target.vocab_size, chat_template=template)
+        rows, _ = read_prompts(options.prompts, tokenizer, vocab_size=target.vocab_size, chat_template=template)
+        prompts += [torch.tensor(row.tokens) for row in rows]
     room = target.max_positions - options.max_new_tokens
     usable = [prompt for prompt in prompts if len(prompt) <= room]
     if prompts and not usable:
