@@ -33,6 +33,7 @@ ROOMS = [
     "specdec/training/data",
     "specdec/training/distill",
     "specdec/training/objectives",
+    "specdec/training/runs",
     "specdec/training",
     "specdec/commands",
     "specdec",

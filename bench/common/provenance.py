@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["append_record", "provenance", "read_records"]
+from specdec.common.source import command_output, source_commit
 
-_SOURCE = Path(__file__).resolve().parents[1]
+__all__ = ["append_record", "provenance", "read_records"]
 
 
 def provenance() -> dict[str, Any]:
@@ -66,25 +65,16 @@ def _fixed() -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     gpu_query = ("nvidia-smi", f"--id={_gpu_uuid()}", "--format=csv,noheader") if has_gpu else None
     return {
-        **_commit(),
+        **source_commit(),
         "device": torch.cuda.get_device_name() if has_gpu else "cpu",
-        "driver": _output(*gpu_query, "--query-gpu=driver_version") if gpu_query else None,
-        "sm_clock_max": _output(*gpu_query, "--query-gpu=clocks.max.sm") if gpu_query else None,
+        "driver": command_output(*gpu_query, "--query-gpu=driver_version") if gpu_query else None,
+        "sm_clock_max": command_output(*gpu_query, "--query-gpu=clocks.max.sm") if gpu_query else None,
         "cpu": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "triton": str(triton.__version__),
     }
-
-
-def _commit() -> dict[str, Any]:
-    """The commit of the checkout, or of the one that this copy of the source was made from."""
-    sha = _output("git", "-C", str(_SOURCE), "rev-parse", "HEAD")
-    if sha is not None:
-        return {"git_sha": sha, "git_dirty": bool(_output("git", "-C", str(_SOURCE), "status", "--porcelain"))}
-    told = os.environ.get("SPECDEC_GIT_SHA")
-    return {"git_sha": told, "git_dirty": os.environ.get("SPECDEC_GIT_DIRTY") == "1" if told else None}
 
 
 def _without_folders(argument: str) -> str:
@@ -96,12 +86,3 @@ def _without_folders(argument: str) -> str:
 def _gpu_uuid() -> str:
     """Name of the current GPU that nvidia-smi understands whatever CUDA_VISIBLE_DEVICES hides."""
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-
-
-def _output(*command: str) -> str | None:
-    """What a command prints, stripped; None if it fails or does not exist."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -34,7 +34,7 @@ def needs_pytorch(x: torch.Tensor, backend: Backend | None = None) -> bool:
 def rms_normed(x: torch.Tensor, norm: nn.RMSNorm, backend: Backend | None) -> torch.Tensor:
     """`norm` of x [.., C]."""
     if needs_pytorch(x, backend):
-        return norm(x)
+        return _torch_normed(x, norm)
     return rms_norm(x, norm.weight, eps=_eps(norm), backend=backend)
 
 
@@ -44,7 +44,7 @@ def add_rms_normed(
     """`norm` of the sum of x and residual, [.., C] both, and the sum."""
     if needs_pytorch(x, backend):
         summed = residual + x
-        return norm(summed), summed
+        return _torch_normed(summed, norm), summed
     return add_rms_norm(x, residual, norm.weight, eps=_eps(norm), backend=backend)
 
 
@@ -62,6 +62,11 @@ def gated(x: torch.Tensor, gate: nn.Linear, up: nn.Linear, backend: Backend | No
         return F.silu(gate(x)) * up(x)
     together = packed((gate, up))
     return swiglu(torch.cat((gate(x), up(x)), -1) if together is None else F.linear(x, *together), backend=backend)
+
+
+def _torch_normed(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
+    """`norm` of x in the dtype of its weight, which PyTorch's fused op wants of both: in mixed precision the wider."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def _eps(norm: nn.RMSNorm) -> float:

@@ -20,7 +20,8 @@ from specdec.training.corpus import TokenWindows
 from specdec.training.data import Sample, Texts
 from specdec.training.distill import continue_prompts
 from specdec.training.objectives.recipe import Run
-from specdec.training.train import TauProbe, train_drafter
+from specdec.training.runs.probe import TauProbe
+from specdec.training.train import train_drafter
 from specdec.trees.shape import TreeShape
 
 __all__ = ["TINY_DRAFTERS", "TinyDrafter", "TinyTexts", "train_tiny_drafter", "write_texts"]

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.common.files import replace_folder
 from specdec.training.corpus import Corpus, TokenWindows, train_tokenizer
 from specdec.training.objectives.recipe import Recipe, Run
-from specdec.training.trainer import forget_checkpoints, run_training
+from specdec.training.runs.batches import Reading
+from specdec.training.runs.trainer import forget_checkpoints, run_training
 
 __all__ = ["TinyTargetRecipe", "train_tiny_target"]
 
@@ -94,7 +95,7 @@ def train_tiny_target(output: Path, work_dir: Path, recipe: TinyTargetRecipe, co
         run=Run(steps=recipe.num_steps, eval_every=min(250, recipe.num_steps), log_every=50, seed=recipe.seed),
         train=train,
         held_out=held_out,
-        collate=default_collate,
+        reading=Reading(default_collate, num_tokens=lambda window: window["input_ids"].shape[0]),
         mixed_precision=True,
     )
     loss = metrics["eval_loss"]

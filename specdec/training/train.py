@@ -4,11 +4,8 @@ The target reads every batch once, without gradients, and an `Objective` turns w
 drafter's network. At each evaluation the network drafts for real: `tau` is measured on held-out prompts.
 """
 
-import copy
 import json
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +14,28 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
-from specdec.common.files import check_replaceable, replace_file
+from specdec.common.files import check_replaceable
 from specdec.drafting.base import Drafter
 from specdec.drafting.folder import TargetRecord
 from specdec.drafting.network import NetworkDrafter
-from specdec.loop.decoder import Decoder
 from specdec.models.target.target import Target
-from specdec.training.curves import curves_svg, history_curves
 from specdec.training.data import Collate, Sample, Samples, Texts, collate, token_counts
 from specdec.training.kinds import objective_class, training_settings
 from specdec.training.objectives.base import Objective
 from specdec.training.objectives.eagle import most_frequent_tokens
 from specdec.training.objectives.recipe import Run
+from specdec.training.runs.batches import Reading
+from specdec.training.runs.curves import curves_svg, history_curves
+from specdec.training.runs.probe import TauProbe, probe_prompts, probe_stats
+from specdec.training.runs.record import claim, data_record, is_first_process, release, run_record, told_history
+from specdec.training.runs.trainer import RecipeTrainer, run_training
 from specdec.training.states import StateStore
 from specdec.training.step import Labels, TrainingStep
-from specdec.training.trainer import RecipeTrainer, forget_checkpoints, last_checkpoint, run_training
 from specdec.trees.dynamic import AnyTreeLike, as_tree
 
-__all__ = ["Labels", "TauProbe", "train_drafter"]
+__all__ = ["Labels", "train_drafter"]
 
-logger = logging.getLogger(__name__)
-
-_RUN_RECORD = "run.json"
 _MAX_HELD_OUT = 64  # texts that an evaluation looks at
-
-
-@dataclass(frozen=True, slots=True)
-class TauProbe:
-    """What an evaluation decodes to measure tau.
-
-    Attributes:
-        num_prompts: held-out prompts, decoded as one batch; 0 leaves the measurement out.
-        prompt_tokens: most tokens of a prompt; fewer where less text is given before what is learnt.
-        new_tokens: tokens that are decoded after each.
-    """
-
-    num_prompts: int = 8
-    prompt_tokens: int = 64
-    new_tokens: int = 64
 
 
 class _DrafterTrainer(RecipeTrainer):
@@ -76,7 +57,7 @@ class _DrafterTrainer(RecipeTrainer):
         output = super().evaluation_loop(*args, **kwargs)
         if self._prompts and self.is_world_process_zero():
             training: TrainingStep = self.accelerator.unwrap_model(self.model)
-            stats = _decode(training, self._prompts, self._new_tokens, self._tree)
+            stats = probe_stats(training.objective, training.target, self._prompts, self._new_tokens, self._tree)
             output.metrics["eval_tau"] = stats.tau
             for depth, rate in enumerate(stats.acceptance_at_depth, start=1):
                 output.metrics[f"eval_acceptance_{depth}"] = rate
@@ -133,39 +114,54 @@ def train_drafter(
         raise ValueError(f"target: expected float32 or bfloat16 weights for training, got {target.dtype}")
     if labels not in ("text", "target"):
         raise ValueError(f"labels: expected 'text' or 'target', got {labels!r}")
-    train, held_out = (texts if isinstance(texts, Texts) else Texts(texts)).read(target, run.seed)
-    held_out = held_out[:_MAX_HELD_OUT]
+    texts, probe = texts if isinstance(texts, Texts) else Texts(texts), probe or TauProbe()
+    train, held_out = texts.read(target, run.seed)
+    evaluated = held_out[:_MAX_HELD_OUT]
 
     torch.manual_seed(run.seed)
     objective = _objective(kind, target, dict(settings or {}), train)
     recipe, shape = run.applied_to(objective.recipe), None if tree is None else as_tree(tree)
-    record = _record(kind, settings or {}, labels, train, held_out) | {"recipe": asdict(recipe), "run": asdict(run)}
-    _claim(work_dir, record, resume=resume)
-    probe = probe or TauProbe()
+    about = _record(kind, settings or {}, labels, train, held_out) | data_record(texts, train, held_out)
+    record = about | run_record(target, recipe, run, probe, shape)
+    claim(work_dir, record, resume=resume)
     frequent = most_frequent_tokens(token_counts(train, target.vocab_size), (run.num_candidates or 0) // 2)
-    metrics, history = run_training(
+    batches = collate if states is None else _collate_with(Path(states), target, objective, [*train, *evaluated])
+    metrics, log = run_training(
         TrainingStep(objective, target, labels, run, frequent).to(target.device),
         work_dir,
         recipe=recipe,
         run=run,
         train=Samples(train),
-        held_out=Samples(held_out),
-        collate=collate if states is None else _collate_with(Path(states), target, objective, [*train, *held_out]),
+        held_out=Samples(evaluated),
+        reading=Reading(batches, num_tokens=_num_tokens, num_learnt=_num_learnt),
         mixed_precision=target.dtype == torch.bfloat16 if run.mixed_precision is None else run.mixed_precision,
         trainer_class=_DrafterTrainer,
-        prompts=_prompts(held_out, target, probe),
+        prompts=probe_prompts(held_out, target.max_positions, probe),
         new_tokens=probe.new_tokens,
         tree=shape,
     )
-    report = _report(metrics, objective)
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        files = {
-            "training.json": json.dumps({**record, "report": report}, indent=2) + "\n",
-            "curves.svg": curves_svg(history_curves(history), f"{kind}, {len(train)} texts"),
-        }
-        _finished(objective, target, shape, dtype or target.dtype).save_pretrained(output, texts=files)
-        _release(work_dir)
-    return report
+    record["report"] = _report(metrics, objective)
+    if is_first_process():
+        _save(_finished(objective, target, shape, dtype or target.dtype), output, record, log)
+        release(work_dir)
+    return record["report"]
+
+
+def _save(drafter: Any, output: Path, record: dict[str, Any], log: Sequence[Mapping[str, float]]) -> None:
+    """Write a trained drafter with its curves and its record, with the minutes and the history of its run."""
+    record = {**record, "minutes": round(log[-1]["minutes"], 2), "history": told_history(log)}
+    title = f"{record['kind']}, {record['num_texts']} texts"
+    curves = curves_svg(history_curves(log), title)
+    drafter.save_pretrained(output, texts={"training.json": json.dumps(record, indent=2) + "\n", "curves.svg": curves})
+
+
+def _num_tokens(sample: Sample) -> int:
+    return sample.tokens.shape[0]
+
+
+def _num_learnt(sample: Sample) -> int:
+    """Places of a text that are learnt. Token 2 is the first that a drafter guesses."""
+    return int(sample.loss_mask[2:].sum())
 
 
 def _objective(kind: str, target: Target, settings: dict[str, Any], train: Sequence[Sample]) -> Objective:
@@ -210,55 +206,6 @@ def _report(metrics: Mapping[str, float], objective: Objective) -> dict[str, flo
     report["held_out_loss"] = report.pop("loss")
     report["num_parameters"] = float(sum(parameter.numel() for parameter in objective.network.parameters()))
     return report
-
-
-def _claim(work_dir: Path, record: dict[str, Any], *, resume: bool) -> None:
-    """Note the run in its work directory, or see that the run there is the same."""
-    file = work_dir / _RUN_RECORD
-    record = json.loads(json.dumps(record))
-    if last_checkpoint(work_dir) is not None and file.exists():
-        if not resume:
-            raise ValueError(
-                f"work_dir: expected one without a run, got {work_dir} with checkpoints; resume goes on with that run"
-            )
-        before = json.loads(file.read_text(encoding="utf-8"))
-        changed = sorted(name for name in record if before.get(name) != record[name])
-        if changed:
-            raise ValueError(f"resume: expected the run that {work_dir} holds, got another {', '.join(changed)}")
-    replace_file(file, json.dumps(record, indent=2) + "\n")
-
-
-def _release(work_dir: Path) -> None:
-    """Clean up after a run that has ended."""
-    forget_checkpoints(work_dir)
-    work_dir.joinpath(_RUN_RECORD).unlink()
-    if not any(work_dir.iterdir()):
-        work_dir.rmdir()
-
-
-def _prompts(kept: Sequence[Sample], target: Target, probe: TauProbe) -> list[torch.Tensor]:
-    """Beginnings of held-out texts: what stands before the part to learn, or else their first half."""
-    prompts = []
-    for sample in kept[: probe.num_prompts]:
-        given = sample.prompt_length if sample.prompt_length >= 2 else sample.tokens.shape[0] // 2
-        length = min(given, probe.prompt_tokens, target.max_positions - probe.new_tokens)
-        prompts.append(sample.tokens[given - length : given] if length > 0 else sample.tokens[:1])
-    return prompts
-
-
-def _decode(training: TrainingStep, prompts: Sequence[torch.Tensor], new_tokens: int, tree: Any) -> Any:
-    """Acceptance statistics of the network as it is, on a copy: decoding casts it to the target's dtype."""
-    objective, target = training.objective, training.target
-    network = objective.network
-    try:
-        objective.network = copy.deepcopy(network)
-        drafter = objective.drafter(tree)
-    finally:
-        objective.network = network
-    stops = target.model.generation_config.eos_token_id
-    stop_tokens = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
-    with torch.autocast(target.device.type, enabled=False):
-        return Decoder(target, drafter).decode(list(prompts), new_tokens, stop_tokens=stop_tokens).stats
 
 
 def _finished(objective: Objective, target: Target, tree: Any, dtype: torch.dtype) -> Any:

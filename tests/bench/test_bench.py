@@ -17,6 +17,7 @@ from specdec.bench.common.cost import H200, Cost, Machine
 from specdec.bench.common.harness import BenchOp, Call, Provider, WrongResultError, compiled
 from specdec.bench.common.shapes import StepShape, TreeSize
 from specdec.bench.kernels import bench_accept_naive, bench_rms_norm, bench_tree_attention
+from specdec.common import source
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = StepShape(shapes.TINY, batch=2, tree=TreeSize(7, 2), context=5, dtype=torch.float32)
@@ -291,14 +292,14 @@ def test_provenance_says_where_a_number_comes_from():
 
 
 def test_a_copy_without_git_is_told_its_commit(monkeypatch):
-    monkeypatch.setattr(provenance, "_output", lambda *_command: None)
+    monkeypatch.setattr(source, "command_output", lambda *_command: None)
     for name in ("SHA", "DIRTY"):
         monkeypatch.delenv(f"SPECDEC_GIT_{name}", raising=False)
-    assert provenance._commit() == {"git_sha": None, "git_dirty": None}
+    assert source.source_commit() == {"git_sha": None, "git_dirty": None}
     monkeypatch.setenv("SPECDEC_GIT_SHA", "abc")
-    assert provenance._commit() == {"git_sha": "abc", "git_dirty": False}
+    assert source.source_commit() == {"git_sha": "abc", "git_dirty": False}
     monkeypatch.setenv("SPECDEC_GIT_DIRTY", "1")
-    assert provenance._commit() == {"git_sha": "abc", "git_dirty": True}
+    assert source.source_commit() == {"git_sha": "abc", "git_dirty": True}
 
 
 def test_provenance_names_no_folder_of_this_machine(monkeypatch, tmp_path):

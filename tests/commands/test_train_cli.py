@@ -88,12 +88,11 @@ def test_errors_are_one_line(arguments, message, data, tmp_path, capsys):
 
 
 def test_settings_are_json_or_text():
-    from specdec.commands.train import _setting
+    from specdec.commands.options import read_settings
 
-    assert _setting("tap_layers=[0, 2, 4]") == ("tap_layers", (0, 2, 4))
-    assert _setting("recurrent=false") == ("recurrent", False)
-    assert _setting("variant=medusa") == ("variant", "medusa")
-    assert _setting("model=a=b") == ("model", "a=b")
+    texts = ["tap_layers=[0, 2, 4]", "recurrent=false", "variant=medusa", "model=a=b"]
+    settings = {"tap_layers": (0, 2, 4), "recurrent": False, "variant": "medusa", "model": "a=b"}
+    assert read_settings("--set", texts) == settings
 
 
 def test_train_tiny_leaves_finished_parts_alone(tmp_path, capsys):

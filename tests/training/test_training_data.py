@@ -7,8 +7,8 @@ import torch
 
 from lib.objectives import samples
 from specdec.training.corpus import train_tokenizer
-from specdec.training.curves import curves_svg, history_curves
 from specdec.training.data import collate, data_hash, read_samples, split_held_out
+from specdec.training.runs.curves import curves_svg, history_curves
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
 TEMPLATE = (

@@ -38,7 +38,8 @@ class Run:
         steps: optimiser steps; wins over `epochs`.
         epochs: passes over the texts.
         batch_size: texts per step, over all processes.
-        accumulate: parts in which a process's share of a batch goes through the model, to save memory.
+        accumulate: parts in which a process's share of a batch goes through the model, to save memory; by default as
+            few as keep a part at 8192 tokens. When memory does not suffice there are more.
         learning_rate: peak of the schedule.
         eval_every: steps between evaluations and checkpoints; a tenth of the run by default.
         log_every: steps between entries of the loss curve.
@@ -53,7 +54,7 @@ class Run:
     steps: int | None = None
     epochs: int | None = None
     batch_size: int | None = None
-    accumulate: int = 1
+    accumulate: int | None = None
     learning_rate: float | None = None
     eval_every: int | None = None
     log_every: int = 10
