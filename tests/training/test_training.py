@@ -114,6 +114,19 @@ def test_draft_models_learn_labels_and_the_targets_law(target):
         DraftModelObjective.new(target, sizes=3)
 
 
+def test_a_trained_draft_model_is_fine_tuned_and_a_new_one_trained_from_scratch(target, tmp_path):
+    """Multi-candidate decoding, section 5: draft models are tuned as Vicuna was, at a fiftieth of the rate."""
+    new = DraftModelObjective.new(target, hidden_size=32, num_attention_heads=2)
+    new.network.save_pretrained(tmp_path)
+    tuned = DraftModelObjective.new(target, model=str(tmp_path))
+    assert torch.equal(tuned.network.lm_head.weight, new.network.lm_head.weight)
+    assert (new.recipe.learning_rate, new.recipe.weight_decay) == (1e-3, 0.1)
+    assert (tuned.recipe.learning_rate, tuned.recipe.weight_decay) == (2e-5, 0.0)
+    assert (tuned.recipe.epochs, tuned.recipe.batch_size, tuned.recipe.warmup_ratio) == (3, 128, 0.03)
+    with pytest.raises(TypeError, match="hidden_size: expected no sizes beside model"):
+        DraftModelObjective.new(target, model=str(tmp_path), hidden_size=32)
+
+
 @pytest.mark.parametrize("kind", [*NETWORK_KINDS, "draft_model"])
 def test_every_kind_trains_measures_tau_and_loads(kind, target, tmp_path):
     settings = TAPS.get(kind, {})

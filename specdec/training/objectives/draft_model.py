@@ -3,10 +3,11 @@
 Equation:   loss = mean over t of  a CE(q_t, label_{t+1}) + b CE(q_t, p_t)
             q and p: laws of the next token by the draft model and by the target
 Source:     a = 1, b = 0 is a language model's training on (self-distilled) text; b is the distillation of DistillSpec
-            (arXiv:2310.08461), with the forward divergence on given text
+            (arXiv:2310.08461), with the forward divergence on given text. Multi-candidate decoding (arXiv:2401.06706)
+            takes draft models that were trained from scratch and, in section 5, fine-tunes them on conversations
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -18,7 +19,15 @@ from specdec.training.objectives.base import Objective, TrainingBatch, mean_cros
 from specdec.training.objectives.recipe import Recipe, check_weights
 from specdec.trees.shape import TreeShape
 
-__all__ = ["DraftModelObjective"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["FINE_TUNING", "FROM_SCRATCH", "DraftModelObjective"]
+
+# a small LLaMA's usual settings; the papers take their draft models as others have trained them
+FROM_SCRATCH = Recipe(learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, final_lr_ratio=0.05, warmup_ratio=0.05)
+# section 5 of the multi-candidate paper follows Vicuna's setup, which is FastChat's: its README and training script
+FINE_TUNING = Recipe(learning_rate=2e-5, warmup_ratio=0.03, epochs=3, batch_size=128)
 
 
 class DraftModelObjective(Objective):
@@ -34,10 +43,7 @@ class DraftModelObjective(Objective):
         ValueError: a negative weight, or both zero.
     """
 
-    # a small LLaMA's usual settings; neither SpS nor MCSD train their draft models
-    recipe: Recipe = Recipe(
-        learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, final_lr_ratio=0.05, warmup_ratio=0.05
-    )
+    recipe: Recipe = FROM_SCRATCH
     network: PreTrainedModel  # no DraftNetwork: saved as transformers does
 
     def __init__(
@@ -47,6 +53,14 @@ class DraftModelObjective(Objective):
         check_weights({"lm_weight": lm_weight, "teacher_weight": teacher_weight})
         self.lm_weight = lm_weight
         self.teacher_weight = teacher_weight
+
+    @classmethod
+    def new(cls, target: Target, **settings: Any) -> "Self":
+        """As any objective; a trained `model` is fine-tuned by a recipe of its own."""
+        objective = super().new(target, **settings)
+        if settings.get("model") is not None:
+            objective.recipe = FINE_TUNING
+        return objective
 
     @classmethod
     def new_network(cls, target: Target, *, model: str | None = None, **settings: Any) -> PreTrainedModel:
