@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-__all__ = ["add_chat_template", "add_decoding", "add_pair", "add_target", "as_tree_option", "bundled"]
+__all__ = ["add_chat_template", "add_decoding", "add_pair", "add_place", "add_target", "as_tree_option", "bundled"]
 __all__ += ["chat_template_of", "check_positive", "given", "hide_progress_of_loading", "load_for_decoding"]
 __all__ += ["load_target", "read_settings"]
 
@@ -35,7 +35,7 @@ def add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tree", help=trees)
     setting = "a setting of the drafter, such as max_ngram=2; also kind=... and any_target=true; may be repeated"
     parser.add_argument("--drafter-set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    _add_place(parser, ("float32", "float16", "bfloat16"))
+    add_place(parser, ("float32", "float16", "bfloat16"))
 
 
 def add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -49,7 +49,7 @@ def add_decoding(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Options that name the target of a training command."""
     parser.add_argument("--target", required=True, help=_TARGETS)
-    _add_place(parser, ("float32", "bfloat16"))
+    add_place(parser, ("float32", "bfloat16"))
     add_chat_template(parser)
 
 
@@ -58,7 +58,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", type=Path, help="Jinja file for conversations (default: the tokenizer's)")
 
 
-def _add_place(parser: argparse.ArgumentParser, dtypes: tuple[str, ...]) -> None:
+def add_place(parser: argparse.ArgumentParser, dtypes: tuple[str, ...]) -> None:
+    """Options of where a target is, and in which dtype."""
     parser.add_argument("--dtype", choices=dtypes, help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
 

@@ -20,7 +20,7 @@ from specdec.commands.options import (
 if TYPE_CHECKING:
     from specdec.commands.options import Commands
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "check_can_train"]
 
 # name, type and help of the options that take the place of a recipe's values
 _RUN_OPTIONS = (
@@ -62,7 +62,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    _check_can_train("train")
+    check_can_train("train")
     from specdec.training.data import Texts
     from specdec.training.objectives.recipe import Run
     from specdec.training.train import train_drafter
@@ -96,7 +96,7 @@ def _add_train_tiny(parser: argparse.ArgumentParser) -> None:
 
 
 def _train_tiny(options: argparse.Namespace) -> int:
-    _check_can_train("train-tiny")
+    check_can_train("train-tiny")
     from specdec.training.tiny import train_tiny
     from specdec.training.tiny_target import TinyTargetRecipe
 
@@ -108,7 +108,8 @@ def _train_tiny(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_can_train(command: str) -> None:
+def check_can_train(command: str) -> None:
+    """Raise RuntimeError, with the command's name, where what training needs is not installed."""
     if importlib.util.find_spec("accelerate") is None:  # transformers' Trainer needs it
         raise RuntimeError(f"{command} needs accelerate: pip install 'specdec-triton[train]'")
 

@@ -6,8 +6,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from specdec.training.bundled_drafters import BundledDrafter, missing_parts, train_bundled_drafter
 from specdec.training.corpus import Corpus, read_standard_library
-from specdec.training.tiny_drafters import TINY_DRAFTERS, TinyDrafter, TinyTexts, train_tiny_drafter, write_texts
+from specdec.training.data import Sample, Texts
+from specdec.training.runs.probe import TauProbe
+from specdec.training.tiny_drafters import TINY_DRAFTERS, TinyTexts, write_texts
 from specdec.training.tiny_target import TinyTargetRecipe, train_tiny_target
 
 __all__ = ["train_tiny"]
@@ -20,7 +23,7 @@ def train_tiny(
     only: Sequence[str] | None = None,
     target_recipe: TinyTargetRecipe | None = None,
     texts_recipe: TinyTexts | None = None,
-    drafters: Mapping[str, TinyDrafter] = TINY_DRAFTERS,
+    drafters: Mapping[str, BundledDrafter] = TINY_DRAFTERS,
     corpus: Corpus | None = None,
 ) -> dict[str, dict[str, float]]:
     """Train everything that the package bundles.
@@ -44,10 +47,7 @@ def train_tiny(
         ValueError: `only` names a part that does not exist.
     """
     parts = ["target", *drafters]
-    unknown = sorted(set(only or ()) - set(parts))
-    if unknown:
-        raise ValueError(f"only: expected some of {', '.join(parts)}, got {', '.join(unknown)}")
-    wanted = [part for part in (only or parts) if not (output / part).exists()]
+    wanted = missing_parts(parts, only, output)
     if not wanted:
         return {}
     corpus = read_standard_library() if corpus is None else corpus
@@ -67,8 +67,11 @@ def train_tiny(
     amount = TinyTexts() if texts_recipe is None else texts_recipe
     texts = write_texts(model, tokenizer, corpus.train, amount, amount.num_texts, work_dir / "texts.pt")
     held_out = write_texts(model, tokenizer, corpus.held_out, amount, amount.num_held_out, work_dir / "held_out.pt")
+    own_part = torch.arange(amount.window) >= amount.prompt_tokens
+    data = Texts(
+        [Sample(text, torch.ones_like(own_part)) for text in texts], [Sample(text, own_part) for text in held_out]
+    )
+    probe = TauProbe(num_prompts=16, prompt_tokens=amount.prompt_tokens, new_tokens=64)
     for name in wanted:
-        reports[name] = train_tiny_drafter(
-            drafters[name], model, texts, held_out, output / name, work_dir / name, prompt_tokens=amount.prompt_tokens
-        )
+        reports[name] = train_bundled_drafter(drafters[name], model, data, output / name, work_dir / name, probe=probe)
     return reports

@@ -2,29 +2,25 @@
 
 A drafter has to guess the target, not the data, so the target continues pieces of its training files at several
 temperatures, and the drafters learn from the result. They go through the same `train_drafter` as any other; learning
-rates and lengths fit a small network and a few minutes, everything else is the papers' recipe.
+rates and lengths fit a small network and a few minutes, everything else is the papers' recipe. Labels are the target's
+own most probable tokens, which is what greedy decoding asks a drafter for: with so small a target, sampled text holds
+too much chance to learn from.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import track
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from specdec.models.target.target import Target
+from specdec.training.bundled_drafters import BundledDrafter
 from specdec.training.corpus import TokenWindows
-from specdec.training.data import Sample, Texts
 from specdec.training.distill import continue_prompts
-from specdec.training.objectives.recipe import Run
-from specdec.training.runs.probe import TauProbe
-from specdec.training.train import train_drafter
-from specdec.trees.shape import TreeShape
 
-__all__ = ["TINY_DRAFTERS", "TinyDrafter", "TinyTexts", "train_tiny_drafter", "write_texts"]
+__all__ = ["TINY_DRAFTERS", "TinyTexts", "write_texts"]
 
 # What the demo uses on a CPU, where every node costs: a wide first level and the likely nodes below it.
 _SHALLOW = ((0,), (1,), (2,), (3,), (4,), (5,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -53,44 +49,26 @@ class TinyTexts:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TinyDrafter:
-    """How one drafter of the tiny target is made.
-
-    Attributes:
-        paths: rank paths of the tree that it is measured and saved with; None for its kind's own.
-        eagle: the drafter, by its name here, that the training of this one begins with.
-    """
-
-    kind: str
-    steps: int
-    learning_rate: float
-    paths: tuple[tuple[int, ...], ...] | None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    batch_size: int = 8
-    eagle: str | None = None
-
-
 _DRAFT_MODEL = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5}
 _EAGLE3 = {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
-TINY_DRAFTERS: dict[str, TinyDrafter] = {
-    "draft_model": TinyDrafter("draft_model", 1500, 3e-3, None, _DRAFT_MODEL),
-    "medusa": TinyDrafter("medusa", 900, 2e-3, _SHALLOW, {"num_heads": 4}),
-    "hydra": TinyDrafter("hydra", 600, 1e-3, _SHALLOW, {"num_heads": 3}),
+TINY_DRAFTERS: dict[str, BundledDrafter] = {
+    "draft_model": BundledDrafter("draft_model", 1500, 3e-3, None, _DRAFT_MODEL),
+    "medusa": BundledDrafter("medusa", 900, 2e-3, _SHALLOW, {"num_heads": 4}),
+    "hydra": BundledDrafter("hydra", 600, 1e-3, _SHALLOW, {"num_heads": 3}),
     # dropout helps over the paper's ten epochs; in a tenth of one it only slows learning
-    "hydra++": TinyDrafter("hydra++", 800, 1e-3, _SHALLOW, {"num_heads": 3, "shared_tail": True, "dropout": 0.0}),
-    "eagle": TinyDrafter("eagle", 1200, 3e-3, _DEEP),
-    "eagle3": TinyDrafter("eagle3", 400, 3e-3, _DEEP, _EAGLE3),
-    "amphista": TinyDrafter("amphista", 800, 1e-3, _SHALLOW, {"num_heads": 4, "head_rank": 64}),
+    "hydra++": BundledDrafter("hydra++", 800, 1e-3, _SHALLOW, {"num_heads": 3, "shared_tail": True, "dropout": 0.0}),
+    "eagle": BundledDrafter("eagle", 1200, 3e-3, _DEEP),
+    "eagle3": BundledDrafter("eagle3", 400, 3e-3, _DEEP, _EAGLE3),
+    "amphista": BundledDrafter("amphista", 800, 1e-3, _SHALLOW, {"num_heads": 4, "head_rank": 64}),
     # masks at some groups only: more texts in the same time. Two masks: next to nothing was accepted beyond
-    "parallelspec": TinyDrafter(
+    "parallelspec": BundledDrafter(
         "parallelspec", 1000, 2e-3, _SHALLOW, {"variant": "eagle", "num_masks": 2, "num_groups": 64}, eagle="eagle"
     ),
-    "parallelspec_medusa": TinyDrafter(
+    "parallelspec_medusa": BundledDrafter(
         "parallelspec", 1100, 3e-3, _SHALLOW, {"variant": "medusa", "num_masks": 2, "num_groups": 48}
     ),
     # without dropout for the reason given above
-    "falcon": TinyDrafter("falcon", 700, 3e-3, _SHALLOW, {"block_size": 2, "lstm_dropout": 0.0}),
+    "falcon": BundledDrafter("falcon", 700, 3e-3, _SHALLOW, {"block_size": 2, "lstm_dropout": 0.0}),
 }
 """The bundled drafters, by the name of their folder."""
 
@@ -139,70 +117,3 @@ def write_texts(
     torch.save(written, partial)
     os.replace(partial, file)
     return written
-
-
-def train_tiny_drafter(
-    recipe: TinyDrafter,
-    model: LlamaForCausalLM,
-    texts: torch.Tensor,
-    held_out: torch.Tensor,
-    output: Path,
-    work_dir: Path,
-    *,
-    prompt_tokens: int,
-    seed: int = 0,
-) -> dict[str, float]:
-    """Train one drafter and save it, in half precision and with its tree, to `output`.
-
-    The labels are the target's own most probable tokens, which is what greedy decoding asks a drafter for: with so
-    small a target, sampled text holds too much chance to learn from.
-
-    Args:
-        recipe: what to train.
-        model: the target.
-        texts: [N, T] int64 texts that it wrote.
-        held_out: [M, T] int64, the same, of other documents.
-        output: receives the drafter; replaced only once training is done.
-        work_dir: checkpoints; if it holds some, training goes on from them.
-        prompt_tokens: real tokens at the beginning of each text.
-        seed: of the order of the texts and of all noise.
-
-    Returns:
-        The report of `train_drafter`.
-
-    Raises:
-        FileNotFoundError: the drafter that this one begins with is not there.
-    """
-    all_of_it = torch.ones(texts.shape[1], dtype=torch.bool)
-    own_part = torch.arange(held_out.shape[1]) >= prompt_tokens
-    settings = dict(recipe.settings)
-    if recipe.eagle is not None:
-        head = output.parent / recipe.eagle
-        if not head.exists():
-            raise FileNotFoundError(
-                f"output: expected {recipe.eagle} in {output.parent}, with which {output.name} begins, got none; "
-                "train it first"
-            )
-        settings["eagle"] = str(head)
-    return train_drafter(
-        recipe.kind,
-        model,
-        Texts([Sample(text, all_of_it) for text in texts], [Sample(text, own_part) for text in held_out]),
-        output,
-        settings=settings,
-        run=Run(
-            steps=recipe.steps,
-            batch_size=recipe.batch_size,
-            learning_rate=recipe.learning_rate,
-            eval_every=max(1, recipe.steps // 4),
-            log_every=max(1, recipe.steps // 50),
-            seed=seed,
-            mixed_precision=True,
-        ),
-        labels="target",
-        tree=None if recipe.paths is None else TreeShape.from_paths(recipe.paths),
-        probe=TauProbe(num_prompts=16, prompt_tokens=prompt_tokens, new_tokens=64),
-        work_dir=work_dir,
-        resume=True,
-        dtype=torch.float16,
-    )

@@ -8,10 +8,11 @@ import torch
 import specdec
 from lib.families import build_model
 from specdec.models.target.target import Target
+from specdec.training.bundled_drafters import BundledDrafter
 from specdec.training.corpus import END_OF_TEXT, Corpus, TokenWindows, read_standard_library, train_tokenizer
 from specdec.training.kinds import objective_class, training_settings
 from specdec.training.tiny import train_tiny
-from specdec.training.tiny_drafters import TINY_DRAFTERS, TinyDrafter, TinyTexts
+from specdec.training.tiny_drafters import TINY_DRAFTERS, TinyTexts
 from specdec.training.tiny_target import TinyTargetRecipe
 
 pytest.importorskip("accelerate")
@@ -24,10 +25,10 @@ TARGET = TinyTargetRecipe(vocab_size=300, context=128, window=32, **SIZES, **SCH
 TEXTS = TinyTexts(num_texts=24, num_held_out=4, prompt_tokens=4, window=16, temperatures=(0.0, 0.6), batch_size=8)
 SHAPE = ((0,), (1,), (0, 0))
 DRAFTERS = {
-    "draft_model": TinyDrafter("draft_model", 4, 3e-3, SHAPE, {"hidden_size": 16, "num_attention_heads": 1}, 4),
-    "two_heads": TinyDrafter("medusa", 4, 2e-3, SHAPE, {"num_heads": 2}, 4),
-    "head": TinyDrafter("eagle", 4, 2e-3, SHAPE, {}, 4),
-    "parallel": TinyDrafter("parallelspec", 4, 1e-9, SHAPE, {"num_masks": 1}, 4, eagle="head"),
+    "draft_model": BundledDrafter("draft_model", 4, 3e-3, SHAPE, {"hidden_size": 16, "num_attention_heads": 1}, 4),
+    "two_heads": BundledDrafter("medusa", 4, 2e-3, SHAPE, {"num_heads": 2}, 4),
+    "head": BundledDrafter("eagle", 4, 2e-3, SHAPE, {}, 4),
+    "parallel": BundledDrafter("parallelspec", 4, 1e-9, SHAPE, {"num_masks": 1}, 4, eagle="head"),
 }
 
 

@@ -1,0 +1,88 @@
+"""The drafters of SmolLM2-135M-Instruct: one table, equal budgets, texts that the target wrote about its own questions.
+
+Every drafter reads the same texts equally often, in the same order (`_STEPS` batches of `_BATCH`), so that tables of
+them compare methods. Heads have no LM head of their own where their paper gives them one: four vocabularies of 49,152
+are 113 M parameters beside a target of 135 M; `amphista_low_rank` has its paper's small ones. Learning rates fit some
+thousand steps. Everything else is the papers' recipe.
+"""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.training.bundled_drafters import BundledDrafter
+
+__all__ = ["SMOLLM2_DRAFTERS", "Smollm2Texts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Smollm2Texts:
+    """How much the target writes, and how it is read.
+
+    Attributes:
+        num_prompts: questions that it asks itself, one text each.
+        max_new_tokens: most tokens of an answer.
+        temperatures: of answers; texts take them in turn.
+        batch_size: texts written at a time.
+        max_length: tokens at which texts are cut off in training.
+        held_out: part of the texts that is evaluated on.
+    """
+
+    num_prompts: int = 8192
+    max_new_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    batch_size: int = 64
+    max_length: int = 320
+    held_out: float = 0.02
+    seed: int = 0
+
+
+def _likely_tree(num_nodes: int, depth: int) -> tuple[tuple[int, ...], ...]:
+    """Rank paths of the most probable nodes, root counted, if a candidate of rank r is right with 0.6 / (r + 1)."""
+    paths: list[tuple[int, ...]] = []
+    heap: list[tuple[float, tuple[int, ...]]] = [(-0.6, (0,))]
+    while len(paths) < num_nodes - 1:
+        chance, path = heapq.heappop(heap)
+        paths.append(path)
+        rank = path[-1] + 1
+        heapq.heappush(heap, (chance * rank / (rank + 1), (*path[:-1], rank)))
+        if len(path) < depth:
+            heapq.heappush(heap, (chance * 0.6, (*path, 0)))
+    return tuple(paths)
+
+
+_STEPS, _BATCH = 2000, 16
+_HEADS = {"num_heads": 4, "vocab_size": None}
+_HEAD_TREE, _DEEP_TREE = _likely_tree(32, 4), _likely_tree(32, 6)
+# losses at some places of a text, over some thousand of the tokens: what lets a CPU read more texts
+_SPARSE = {"num_places": 64, "num_candidates": 4096}
+
+
+def _drafter(
+    kind: str,
+    learning_rate: float,
+    paths: tuple[tuple[int, ...], ...] | None,
+    settings: Mapping[str, Any],
+    *,
+    eagle: str | None = None,
+) -> BundledDrafter:
+    return BundledDrafter(kind, _STEPS, learning_rate, paths, settings, _BATCH, eagle, labels="text", run=_SPARSE)
+
+
+SMOLLM2_DRAFTERS: dict[str, BundledDrafter] = {
+    "medusa": _drafter("medusa", 1e-3, _HEAD_TREE, _HEADS),
+    "hydra": _drafter("hydra", 1e-3, _HEAD_TREE, _HEADS),
+    "hydra++": _drafter("hydra++", 1e-3, _HEAD_TREE, {**_HEADS, "shared_tail": True, "dropout": 0.0}),
+    "amphista": _drafter("amphista", 1e-3, _HEAD_TREE, {"num_heads": 4, "own_lm_heads": False}),
+    "amphista_low_rank": _drafter("amphista", 1e-3, _HEAD_TREE, {"num_heads": 4, "head_rank": 64}),
+    "eagle": _drafter("eagle", 1e-3, _DEEP_TREE, {}),
+    "eagle3": _drafter("eagle3", 1e-3, _DEEP_TREE, {"draft_vocab_size": 8192, "num_unrolled": 4}),
+    "parallelspec": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "eagle", "num_masks": 3}, eagle="eagle"),
+    "parallelspec_medusa": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "medusa", "num_masks": 3}),
+    "falcon": _drafter("falcon", 1e-3, _DEEP_TREE, {"block_size": 2, "lstm_dropout": 0.0}),
+    "draft_model": _drafter(
+        "draft_model", 1e-3, _DEEP_TREE, {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ),
+}
+"""The drafters, by the name of their folder; one that begins with another stands behind it."""

@@ -1,0 +1,148 @@
+"""The chat model's drafters in miniature: the table is sound, each part is trained once, and what is there stays."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+import specdec
+from lib.families import build_model
+from lib.objectives import samples
+from specdec.commands import train_smollm2 as command
+from specdec.commands.cli import main
+from specdec.models.target.target import Target
+from specdec.training import smollm2
+from specdec.training.bundled_drafters import BundledDrafter, drafters_table
+from specdec.training.kinds import TRAINABLE_KINDS, objective_class, training_settings
+from specdec.training.runs.probe import TauProbe
+from specdec.training.smollm2 import train_smollm2
+from specdec.training.smollm2_drafters import SMOLLM2_DRAFTERS, Smollm2Texts
+from specdec.training.states import StateStore
+
+pytest.importorskip("accelerate")
+
+SHAPE = ((0,), (1,), (0, 0))
+DRAFTERS = {
+    "heads": BundledDrafter("medusa", 3, 2e-3, SHAPE, {"num_heads": 2, "vocab_size": None}, 4, labels="text"),
+    "head": BundledDrafter("eagle", 3, 2e-3, SHAPE, {}, 4),
+    "parallel": BundledDrafter("parallelspec", 3, 1e-9, None, {"num_masks": 1}, 4, eagle="head"),
+}
+TEXTS = Smollm2Texts(num_prompts=5, max_new_tokens=9, batch_size=2, max_length=20, held_out=0.2)
+PROBE = TauProbe(num_prompts=2, new_tokens=4)
+
+
+def write_texts(file, count=20):
+    lines = [{"tokens": sample.tokens.tolist(), "prompt_length": 4} for sample in samples(count=count)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def train_miniature(folder, **kwargs):
+    arguments = {"texts_recipe": TEXTS, "drafters": DRAFTERS, "probe": PROBE, **kwargs}
+    return train_smollm2(build_model("llama"), None, folder / "out", folder / "work", **arguments)
+
+
+def test_the_table_has_every_kind_on_equal_budgets():
+    target = Target(build_model("llama"))
+    assert {recipe.kind for recipe in SMOLLM2_DRAFTERS.values()} == set(TRAINABLE_KINDS)
+    assert len({recipe.steps * recipe.batch_size for recipe in SMOLLM2_DRAFTERS.values()}) == 1
+    names = list(SMOLLM2_DRAFTERS)
+    for name, recipe in SMOLLM2_DRAFTERS.items():
+        assert recipe.eagle is None or names.index(recipe.eagle) < names.index(name)
+        settings = {**training_settings(recipe.kind), **recipe.settings}
+        if "draft_vocab_size" in settings:
+            settings |= {"tap_layers": (0, 1, 2), "draft_tokens": range(settings.pop("draft_vocab_size") // 256)}
+        if "head_rank" in settings:
+            settings["head_rank"] = 8
+        objective = objective_class(recipe.kind).new(target, **settings)
+        shape = None if recipe.paths is None else specdec.TreeShape.from_paths(recipe.paths)
+        assert objective.drafter(shape).shape.num_nodes <= 32, name
+
+
+def test_the_likely_tree_is_that_of_a_search_through_all_nodes():
+    paths = next(iter(SMOLLM2_DRAFTERS.values())).paths
+    everything = [(a, *rest) for a in range(20) for rest in [(), *((b,) for b in range(9)), (0, 0), (0, 1), (1, 0)]]
+
+    def chance(path):
+        return torch.tensor([0.6 / (rank + 1) for rank in path], dtype=torch.float64).prod().item()
+
+    least = min(chance(path) for path in paths)
+    assert len(set(paths)) == 31
+    assert all(path in paths for path in everything if chance(path) > least * 1.0001)
+
+
+def test_parts_are_trained_once_and_share_what_the_target_says(tmp_path, monkeypatch):
+    data = write_texts(tmp_path / "texts.jsonl")
+    with pytest.raises(ValueError, match="only: expected some of heads, head, parallel, got eagle"):
+        train_miniature(tmp_path, data=data, only=["eagle"])
+    with pytest.raises(FileNotFoundError, match="expected head in .*, with which parallel begins, got none"):
+        train_miniature(tmp_path, data=data, only=["parallel"])
+    assert set(train_miniature(tmp_path, data=data, only=["heads"])) == {"heads"}
+    before = (tmp_path / "out/heads/model.safetensors").read_bytes()
+    monkeypatch.setattr(StateStore, "_append", None)  # the target has read all texts
+    reports = train_miniature(tmp_path, data=data)
+    assert set(reports) == {"head", "parallel"}
+    assert (tmp_path / "out/heads/model.safetensors").read_bytes() == before
+    assert train_miniature(tmp_path, data=data) == {}
+
+    model = build_model("llama")
+    prompt = torch.arange(1, 9)[None]
+    plain = specdec.generate(model, None, prompt, max_new_tokens=8)
+    for name, recipe in DRAFTERS.items():
+        drafter = specdec.load_drafter(tmp_path / "out" / name, model)
+        assert drafter.kind == recipe.kind
+        assert torch.equal(specdec.generate(model, drafter, prompt, max_new_tokens=8), plain)
+        assert json.loads((tmp_path / "out" / name / "training.json").read_text())["labels"] == recipe.labels
+
+    out = io.StringIO()
+    Console(file=out, width=160).print(drafters_table(tmp_path / "out", [*DRAFTERS, "other"], "all"))
+    rows = {line.split()[0]: line.split()[1:] for line in out.getvalue().splitlines() if line.strip()}
+    assert rows["other"] == ["-"] * 6
+    assert rows["heads"][2:4] == ["12", f"{train_report(tmp_path / 'out/heads')['held_out_loss']:.3f}"]
+    assert rows["heads"][4] == f"{train_report(tmp_path / 'out/heads')['tau']:.2f}"
+
+
+def train_report(folder):
+    return json.loads((folder / "training.json").read_text())["report"]
+
+
+def test_without_data_the_target_writes_about_its_own_questions(tmp_path, monkeypatch):
+    asked = []
+
+    def write(target, tokenizer, data, output, **settings):
+        asked.append((data, settings))
+        output.parent.mkdir()
+        write_texts(output)
+
+    monkeypatch.setattr(smollm2, "distill", write)
+    assert set(train_miniature(tmp_path, only=["heads"])) == {"heads"}
+    [(data, settings)] = asked
+    assert data is None
+    assert settings["self_prompts"].count == 5
+    assert (settings["max_new_tokens"], settings["batch_size"], settings["temperatures"]) == (9, 2, (0.0, 0.8))
+    assert (tmp_path / "out/texts.jsonl").exists()
+
+
+def test_the_command_trains_what_is_missing_and_shows_all(tmp_path, monkeypatch, capsys):
+    fetched = []
+
+    def load(name, options):
+        fetched.append(name)
+        return build_model("llama"), None
+
+    monkeypatch.setattr(command, "load_target", load)
+    monkeypatch.setattr("specdec.training.smollm2_drafters.SMOLLM2_DRAFTERS", DRAFTERS)
+    arguments = ["train-smollm2", "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--only", "hydra"]) == 2
+    assert "only: expected some of heads, head, parallel, got hydra" in capsys.readouterr().err
+    assert main([*arguments, "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    assert fetched == ["smollm2"]
+    for name in DRAFTERS:
+        (tmp_path / "out" / name).mkdir(parents=True)
+    assert main(arguments) == 0
+    assert fetched == ["smollm2"], "nothing to train, nothing to fetch"
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in DRAFTERS)
