@@ -1,6 +1,8 @@
 """The bundled model's recipe in miniature: its parts are trained once each, and are usable."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +32,21 @@ DRAFTERS = {
     "head": BundledDrafter("eagle", 4, 2e-3, SHAPE, {}, 4),
     "parallel": BundledDrafter("parallelspec", 4, 1e-9, SHAPE, {"num_masks": 1}, 4, eagle="head"),
 }
+
+
+def test_the_departures_from_the_papers_are_those_of_the_table():
+    """docs/training.md: steps, epochs and rates of the bundled drafters beside their kind's recipe."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `([\w+]+)` \| (\d+ \([\d.]+\) \| [^|]+ \| [^|]+) \|", page, re.MULTILINE))
+    target = Target(build_model("llama"))
+    for name, made in TINY_DRAFTERS.items():
+        settings = {key: value for key, value in made.settings.items() if key == "variant"}
+        settings |= {"version": 3, "tap_layers": (0, 1, 1)} if name == "eagle3" else {}
+        recipe = objective_class(made.kind).new(target, **settings).recipe
+        epochs = made.steps * made.batch_size / TinyTexts().num_texts
+        steps = f"{made.steps} ({epochs:.1f}) | {made.learning_rate:.0e}"
+        assert rows[name] == f"{steps} | {recipe.epochs}, {recipe.learning_rate:.0e}".replace("e-0", "e-")
+    assert rows.keys() == TINY_DRAFTERS.keys()
 
 
 def train_miniature(tmp_path, **kwargs):
