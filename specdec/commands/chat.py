@@ -23,7 +23,6 @@ from specdec.commands.options import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
@@ -93,11 +92,9 @@ class Chat:
     messages: list[dict[str, str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.chat_template is None and not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(
-                "chat_template: expected one, which the tokenizer does not have, got None; "
-                "pass --chat-template FILE with the model's Jinja template"
-            )
+        from specdec.commands.text import check_chat_template
+
+        check_chat_template(self.tokenizer, self.chat_template)
         self.reset()
 
     def reset(self) -> None:
@@ -112,11 +109,11 @@ class Chat:
         Raises:
             ValueError: a bad setting, or a conversation that the chat template refuses.
         """
-        from specdec.commands.text import CompletionStream, describe_run
+        from specdec.commands.text import CompletionStream, chat_prompt, describe_run
         from specdec.generation.generate import SpecDecodeOutput, generate
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._prompt(messages)
+        prompt = chat_prompt(messages, self.tokenizer, self.chat_template).to(self.target.device)
         room = self.target.max_positions - prompt.shape[1]
         if room < 1:
             context = self.target.max_positions
@@ -139,22 +136,6 @@ class Chat:
         if self.seed is not None:
             self.seed += 1
         console.print(line, style="dim")
-
-    def _prompt(self, messages: list[dict[str, str]]) -> "torch.Tensor":
-        """[1, T] int64 ids up to where the answer begins."""
-        import torch
-        from jinja2 import TemplateError
-
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
-            raise ValueError(f"chat_template: expected one that writes this conversation, got {error}") from error
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids  # templates write the special tokens
-        if not ids:
-            raise ValueError("chat_template: expected one that writes at least one token, got an empty text")
-        return torch.tensor([ids], device=self.target.device)
 
 
 def run_chat(chat: Chat, console: "Console", read: Callable[[], str]) -> None:

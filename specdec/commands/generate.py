@@ -6,7 +6,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from specdec.commands.acceptance import add_acceptance, add_sampling, sampling_of
-from specdec.commands.options import add_decoding, check_positive, given, load_for_decoding
+from specdec.commands.options import (
+    add_chat_template,
+    add_decoding,
+    chat_template_of,
+    check_positive,
+    given,
+    load_for_decoding,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +31,9 @@ def add_to(commands: "Commands") -> None:
     add_acceptance(parser)
     add_sampling(parser)
     parser.add_argument("--prompt", required=True, help="text to complete; '-' reads standard input")
+    chat = "the prompt is what a user says to a chat model, whose template goes around it"
+    parser.add_argument("--chat", action="store_true", help=chat)
+    add_chat_template(parser)
     parser.add_argument("--json", action="store_true", help="print tokens, text and statistics as JSON")
     parser.set_defaults(run=_run)
 
@@ -31,14 +41,17 @@ def add_to(commands: "Commands") -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from specdec.commands.text import CompletionStream, describe_run
+    from specdec.commands.text import CompletionStream, chat_prompt, describe_run
     from specdec.generation.generate import SpecDecodeOutput, generate
 
     check_positive(options, "max_new_tokens", "prefill_chunk_size")
     sampling = sampling_of(options)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     target, drafter, tokenizer = load_for_decoding(options)
-    prompt = tokenizer(text, return_tensors="pt").input_ids.long()
+    if options.chat:
+        prompt = chat_prompt([{"role": "user", "content": text}], tokenizer, chat_template_of(options))
+    else:
+        prompt = tokenizer(text, return_tensors="pt").input_ids.long()
     if prompt.numel() == 0:
         raise ValueError("--prompt: expected at least one token, got an empty text")
     console = Console(highlight=False)
@@ -46,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
         target,
         drafter,
         prompt.to(target.device),
-        streamer=None if options.json else CompletionStream(console, tokenizer, show_prompt=True),
+        streamer=None if options.json else CompletionStream(console, tokenizer, show_prompt=not options.chat),
         seed=options.seed,
         max_new_tokens=options.max_new_tokens,
         **given(options, "prefill_chunk_size"),

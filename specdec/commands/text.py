@@ -1,16 +1,57 @@
 """Tokens to text as they arrive, and on to a terminal."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specdec.loop.stats import AcceptanceStats
 
-__all__ = ["ACCEPTED_STYLE", "CompletionStream", "TextPieces", "describe_run"]
+__all__ = ["ACCEPTED_STYLE", "CompletionStream", "TextPieces", "chat_prompt", "check_chat_template", "describe_run"]
 
 ACCEPTED_STYLE = "bold green"
 """How accepted draft tokens are printed."""
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+    """Raise ValueError where there is no chat template, neither this one nor the tokenizer's own."""
+    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "chat_template: expected one, which the tokenizer does not have, got None; "
+            "pass --chat-template FILE with the model's Jinja template"
+        )
+
+
+def chat_prompt(
+    messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+) -> torch.Tensor:
+    """[1, T] int64 ids of a conversation up to where the answer begins.
+
+    Args:
+        messages: as transformers writes them.
+        tokenizer: the target's.
+        chat_template: Jinja template; the tokenizer's own by default.
+
+    Raises:
+        ValueError: no template, or one that refuses the conversation or writes nothing.
+    """
+    check_chat_template(tokenizer, chat_template)
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except TemplateError as error:
+        raise ValueError(f"chat_template: expected one that writes this conversation, got {error}") from error
+    ids = tokenizer(text, add_special_tokens=False).input_ids  # templates write the special tokens
+    if not ids:
+        raise ValueError("chat_template: expected one that writes at least one token, got an empty text")
+    return torch.tensor([ids])
 
 
 class TextPieces:

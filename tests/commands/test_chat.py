@@ -277,3 +277,18 @@ def test_a_seed_is_needed_by_nobody(capsys):
     torch.manual_seed(0)
     first = generate(capsys, "--do-sample", "--top-k", "0")["tokens"]
     assert generate(capsys, "--do-sample", "--top-k", "0")["tokens"] != first
+
+
+def test_generate_answers_a_user_where_it_is_told_to(capsys, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    record = generate(capsys, "--chat", "--chat-template", str(template))
+    ids = TOKENIZER("# user: def f(x):\ndef answer():\n", return_tensors="pt").input_ids
+    expected = specdec.generate(MODEL, None, ids, do_sample=False, max_new_tokens=16)
+    assert record["tokens"] == expected[0, ids.shape[1] :].tolist()
+    assert record["tokens"] != generate(capsys)["tokens"]
+
+
+def test_a_user_needs_a_chat_template(capsys):
+    assert main(["generate", "--model", "tiny", "--prompt", "hello", "--chat"]) == 2
+    assert "chat_template: expected one" in capsys.readouterr().err
