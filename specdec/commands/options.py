@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specdec.common.checks import check_at_least
@@ -55,7 +54,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
     """The option that names a chat template."""
-    parser.add_argument("--chat-template", type=Path, help="Jinja file for conversations (default: the tokenizer's)")
+    about = "for conversations: chatml, llama2, vicuna, or a Jinja file (default: the tokenizer's)"
+    parser.add_argument("--chat-template", metavar="NAME", help=about)
 
 
 def add_place(parser: argparse.ArgumentParser, dtypes: tuple[str, ...]) -> None:
@@ -76,7 +76,9 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
 
 def chat_template_of(options: argparse.Namespace) -> str | None:
     """The text of --chat-template."""
-    return options.chat_template.read_text() if options.chat_template else None
+    from specdec.training.data.chat_templates import chat_template_text
+
+    return chat_template_text(options.chat_template) if options.chat_template else None
 
 
 def as_tree_option(text: str | None) -> str | int | tuple[int, ...] | None:

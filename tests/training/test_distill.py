@@ -119,7 +119,7 @@ def test_prompts_of_every_form_are_read(tokenizer, tmp_path, caplog):
     prompts, num_refused = read_prompts(path, tokenizer, vocab_size=300, chat_template=TEMPLATE)
     assert [prompt.index for prompt in prompts] == [0, 1, 2, 4]
     assert num_refused == 1
-    assert "left out 1 of 5 prompts: with no question before an answer" in caplog.text
+    assert "left out 1 of 5 texts: without a question (the first at :4)" in caplog.text
     assert [prompt.tokens for prompt in prompts[1:3]] == [(20, 21, 22), (20, 21)]
     assert tokenizer.decode(prompts[3].tokens) == f"<user>say f3{END}\n<assistant>"
     assert [[message["content"] for message in turn] for turn in prompts[3].turns] == [[one] for one in QUESTIONS]
@@ -395,7 +395,7 @@ def test_distillation_rejects(writer, tokenizer, tmp_path):
         with pytest.raises(ValueError, match=match):
             distill(writer, tokenizer, prompts, output, **arguments)
     write_lines(prompts, {"completion": "x"})
-    with pytest.raises(ValueError, match="prompts.jsonl:1: expected one of the keys 'prompt'"):
+    with pytest.raises(ValueError, match="one prompt in .*, got none of 1: 1 of no known form .the first at :1"):
         distill(writer, tokenizer, prompts, output)
     write_lines(prompts, {"text": TEXT}, {"text": "def"})
     assert distill(writer, tokenizer, prompts, output, max_new_tokens=2) == {"written": 1, "present": 0, "skipped": 1}

@@ -97,14 +97,13 @@ def test_token_files(tmp_path):
     [
         ("{", "data.jsonl:2: expected a JSON object, got "),
         ("[]", "data.jsonl:2: expected a JSON object, got list"),
-        ({"txt": "x"}, "data.jsonl:2: expected one of the keys 'text', .* got 'txt'"),
-        ({"text": 3}, "data.jsonl:2: text: expected a string, got int"),
         ({"tokens": [1, 2, "x"]}, "data.jsonl:2: tokens: expected a list of ints"),
         ({"tokens": [1, 2, 3], "spans": [[0, 4]]}, "data.jsonl:2: spans: expected a list of .* within 3 tokens"),
         ({"tokens": list(range(295, 305))}, "data.jsonl:2: tokens: expected ids from 0 to 299, got 304"),
-        ({"messages": "hello"}, "data.jsonl:2: expected a list of turns"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "data.jsonl:2: role: expected one of .* got 'robot'"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "data.jsonl:2: chat_template: expected one, which the"),
+        (
+            {"messages": [{"role": r, "content": "x"} for r in ("user", "assistant")]},
+            "data.jsonl:2: chat_template: expected one, which the tokenizer .* chatml, llama2, vicuna, or a Jinja file",
+        ),
     ],
     ids=str,
 )
@@ -114,22 +113,11 @@ def test_malformed_lines_are_named_by_number(line, match, tokenizer, tmp_path):
         read(path, tokenizer)
 
 
-def test_conversations_that_a_template_refuses_or_rewrites_are_left_out(tokenizer, tmp_path, caplog):
-    refusing = "{{ raise_exception('no') }}"
-    path = write_lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "x"}]}, {"text": TEXT[:80]})
-    assert len(read(path, tokenizer, chat_template=refusing)) == 1
-    assert "with turns that the chat template refuses" in caplog.text
-    only_last = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}.{% endif %}{% endfor %}"
-    turns = [{"role": r, "content": f"def {r}"} for r in ("user", "assistant", "user", "assistant")]
-    with pytest.raises(ValueError, match="1 whose earlier turns the chat template changes later"):
-        read(write_lines(path, {"messages": turns}), tokenizer, chat_template=only_last)
-
-
 def test_the_hash_of_a_file_is_of_what_it_holds(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"abc")
     assert data_hash(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    with pytest.raises(FileNotFoundError, match="data: expected a file, got .*none.jsonl"):
+    with pytest.raises(FileNotFoundError, match="data: expected a file, .* got .*none.jsonl"):
         data_hash(tmp_path / "none.jsonl")
 
 

@@ -1,8 +1,8 @@
 """Texts to learn from, as people have them: files of every form, conversations through chat templates, masks.
 
 From a file to what a drafter learns: `files.py` (rows with their places), `rows.py` (the form of a row),
-`conversations.py` (turns, templates, and where the answers lie), `samples.py` (token ids with a mask), `reading.py`
-(all of it).
+`conversations.py` (its turns), `chat_templates.py` (their text), `answers.py` (where in it the answers lie),
+`samples.py` (token ids with a mask), `reading.py` (all of it). `templates/` holds the chat templates that ship.
 """
 
 from specdec.training.data.files import data_hash

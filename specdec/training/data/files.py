@@ -1,60 +1,127 @@
-"""Rows of a file, each with its place for messages."""
+"""Rows of files and data sets, each with its place for messages.
+
+A file is read by its name's ending: `.pt` holds token ids, a [N, T] tensor or a list of 1-D tensors; `.parquet` has a
+row a text; anything else is JSON, a row a line or one array of all rows (as ShareGPT is published). What is no file but
+has the name of a data set, `owner/name`, comes from the hub: `owner/name:split` (by default `train`), with a
+configuration as `owner/name/configuration:split`.
+"""
 
 import hashlib
+import importlib
 import json
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["data_hash", "rows_of"]
+__all__ = ["data_hash", "hub_name", "rows_of"]
+
+_HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[^/]+))?")
+_ENDINGS = (".json", ".jsonl", ".ndjson", ".parquet", ".pt", ".txt", ".csv", ".gz")
+_ROWS_AT_A_TIME = 1024
+
+Row = Mapping[str, Any]
 
 
-def data_hash(path: str | Path) -> str:
-    """SHA-256 of what a file holds, in hex: what training.json knows its data by.
+def data_hash(source: str | Path) -> str:
+    """SHA-256, in hex, of what a file holds, or of the rows of a data set on the hub.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file or data set.
+        ValueError: a folder.
+        RuntimeError: a library is missing.
     """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"data: expected a file, got {path}")
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    if hub_name(source):
+        for _, row in rows_of(source):
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        return digest.hexdigest()
+    with _file(source).open("rb") as file:
         while part := file.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()
 
 
-def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows of a file of either form, each with its place for messages, such as `:12`.
+def hub_name(source: str | Path) -> re.Match[str] | None:
+    """The name of a data set on the hub, with its parts `name`, `config` and `split`; None for all that is a file."""
+    text = Path(source).as_posix()
+    if Path(source).exists() or text.endswith(_ENDINGS):
+        return None
+    return _HUB_NAME.fullmatch(text)
+
+
+def rows_of(source: str | Path) -> Iterator[tuple[str, Row]]:
+    """Rows of a file or data set, each with its place for messages: `:12` is a line, `[12]` counts rows from 0.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is no such file, or a line is no JSON object.
+        FileNotFoundError: no such file or data set.
+        ValueError: a folder, or a file that is not what its name's ending says; with the line, where there are any.
+        RuntimeError: a library is missing.
     """
+    if name := hub_name(source):
+        return _hub_rows(name)
+    path = _file(source)
+    readers = {".pt": _token_rows, ".parquet": _parquet_rows}
+    return readers.get(path.suffix, _json_rows)(path)
+
+
+def _file(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        raise ValueError(f"data: expected a file, got the folder {path}")
     if not path.exists():
-        raise FileNotFoundError(f"data: expected a file, got {path}")
-    return _token_rows(path) if path.suffix == ".pt" else _json_rows(path)
+        raise FileNotFoundError(f"data: expected a file, or a data set of the hub as owner/name:split, got {path}")
+    return path
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Lines of a file with their place for messages; empty lines are skipped."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: expected a JSON object, got {error}") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
-                yield f":{number}", row
+def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Rows of a file of JSON lines, of which empty ones are skipped, or of one JSON array."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+            for first, (number, line) in enumerate(lines):
+                if first == 0 and line.lstrip().startswith("["):
+                    file.seek(0)
+                    yield from _array_rows(path, file.read())
+                    return
+                yield f":{number}", _object(line, path, number)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected a file of UTF-8 text, got {error}") from error
 
 
-def _token_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _object(line: str, path: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}:{number}: expected a JSON object, got {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:
+    """Objects of one JSON array, one after the other: all of them at once take many times the file's size."""
+    decoder, comma, end = json.JSONDecoder(), re.compile(r"\s*,\s*"), re.compile(r"\s*\]\s*$")
+    place, index = text.index("[") + 1, 0
+    while not end.match(text, place):
+        match = comma.match(text, place) if index else re.compile(r"\s*").match(text, place)
+        if match is None:
+            line = text.count("\n", 0, place) + 1
+            raise ValueError(f"{path}:{line}: expected ',' or the end of the JSON array, got {text[place:][:40]!r}")
+        try:
+            row, place = decoder.raw_decode(text, match.end())
+        except ValueError as error:
+            raise ValueError(f"{path}[{index}]: expected a JSON object, got {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}[{index}]: expected a JSON object, got {type(row).__name__}")
+        yield f"[{index}]", row
+        index += 1
+
+
+def _token_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Rows of token ids in a `.pt` file."""
     try:
         rows = torch.load(path, weights_only=True)
@@ -67,3 +134,37 @@ def _token_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path}: expected a [N, T] tensor of token ids or a list of 1-D ones")
     for index, row in enumerate(rows):
         yield f"[{index}]", {"tokens": row.tolist(), "prompt_length": 0}
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Rows of a `.parquet` file."""
+    parquet = _library("pyarrow.parquet", "a .parquet file")
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_A_TIME)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for index, row in enumerate(rows):
+            yield f"[{index}]", row
+    except _library("pyarrow", "a .parquet file").ArrowException as error:
+        raise ValueError(f"{path}: expected a parquet file, got {error}") from error
+
+
+def _hub_rows(name: re.Match[str]) -> Iterator[tuple[str, Row]]:
+    """Rows of a data set of the hub, fetched once and kept by its library."""
+    datasets = _library("datasets", "a data set of the hub")
+    split = name["split"] or "train"
+    try:
+        rows = datasets.load_dataset(name["name"], name["config"], split=split)
+    except Exception as error:  # it raises what its libraries for the network do
+        message = " ".join(str(error).split())
+        raise OSError(f"data: expected a file or a data set of the hub, got {name[0]}: {message}") from error
+    for index, row in enumerate(rows):
+        yield f"[{index}]", row
+
+
+def _library(name: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RuntimeError(
+            f"data: {purpose} needs {name.partition('.')[0]}: pip install 'specdec-triton[data]'"
+        ) from error

@@ -1,32 +1,27 @@
-"""Texts to learn from: files of several forms, as token ids with a mask of what may be learnt.
+"""From files to samples and prompts: the forms of `rows.py` through tokenizer and chat template.
 
-JSON lines, one text per line, in any of these forms (also mixed):
-
-    {"text": "..."}                                     all of it is learnt
-    {"prompt": "...", "completion": "..."}              the completion is learnt
-    {"tokens": [...], "prompt_length": 12}              as `specdec distill` writes them; wins over text beside it
-    {"tokens": [...], "spans": [[12, 40], [61, 90]]}    the spans are learnt: from the first of each to before its last
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}
-    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]}     (ShareGPT)
-
-Conversations go through the tokenizer's chat template, and what the assistant says is learnt. A `.pt` file holds token
-ids: a [N, T] tensor or a list of 1-D tensors.
+Conversations go through the chat template, and what the assistant says is learnt. A row that cannot be learnt from is
+left out for a reason that is counted, and so is a conversation that the template refuses; a file that is not what its
+name says is an error.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from specdec.models.target.target import Target
+from specdec.training.data.answers import encode_conversation
+from specdec.training.data.chat_templates import ChatTemplate
 from specdec.training.data.files import rows_of
-from specdec.training.data.rows import sample_of
-from specdec.training.data.samples import MIN_TOKENS, Sample, UnusableError, split_held_out
+from specdec.training.data.left_out import LeftOut, Reason
+from specdec.training.data.rows import PlainText, Row, TokenIds, parse_row
+from specdec.training.data.samples import MIN_TOKENS, Sample, UnusableError, masked, split_held_out
 
-__all__ = ["Texts", "read_samples"]
+__all__ = ["Reading", "Texts", "read_samples", "read_texts"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +31,8 @@ class Texts:
     """Texts to learn from and to hold out.
 
     Attributes:
-        source: a file, or samples.
-        held_out: a file or samples to evaluate on, or the part of `source` that is kept for it.
+        source: a file, a data set of the hub (`owner/name:split`), or samples.
+        held_out: as `source`, to evaluate on; or the part of `source` that is kept for it.
         tokenizer: the target's; not needed where files hold token ids.
         max_length: tokens at which texts are cut off; by default 2048 or the target's context.
         chat_template: Jinja template for conversations; the tokenizer's own by default.
@@ -49,7 +44,7 @@ class Texts:
     max_length: int | None = None
     chat_template: str | None = None
 
-    def read(self, target: Target, seed: int) -> tuple[list[Sample], list[Sample]]:
+    def read(self, target: Target, seed: int) -> tuple[Sequence[Sample], Sequence[Sample]]:
         """What is trained on, and what is held out.
 
         Raises:
@@ -59,11 +54,11 @@ class Texts:
         if not 1 <= longest <= target.max_positions:
             raise ValueError(f"max_length: expected 1 to {target.max_positions}, the target's context, got {longest}")
 
-        def samples(source: str | Path | Sequence[Sample]) -> list[Sample]:
+        def samples(source: str | Path | Sequence[Sample]) -> Sequence[Sample]:
             if not isinstance(source, str | Path):
                 return list(source)
             return read_samples(
-                Path(source),
+                source,
                 self.tokenizer,
                 max_length=longest,
                 vocab_size=target.vocab_size,
@@ -79,18 +74,39 @@ class Texts:
         return train, held_out
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was made of a file or data set.
+
+    Attributes:
+        samples: the texts that can be learnt from.
+        num_rows: all rows.
+        num_cut: texts that were cut off at the longest length.
+        num_answers: what assistants say in the conversations that can be learnt from, in turns.
+        num_hidden: those of them that the chat template does not show as they are, and that are not learnt.
+        left_out: what cannot be learnt from.
+    """
+
+    samples: Sequence[Sample]
+    num_rows: int
+    num_cut: int
+    num_answers: int
+    num_hidden: int
+    left_out: tuple[Reason, ...]
+
+
 def read_samples(
-    path: Path,
+    source: str | Path,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     max_length: int,
     vocab_size: int,
     chat_template: str | None = None,
-) -> list[Sample]:
-    """Read all usable texts of a file.
+) -> Sequence[Sample]:
+    """All usable texts of a file or data set; what is left out is logged.
 
     Args:
-        path: `.jsonl` or `.pt`.
+        source: a file, or a data set of the hub.
         tokenizer: the target's; not needed where the file holds token ids.
         max_length: longer texts are cut off.
         vocab_size: the target's; ids beyond it are refused.
@@ -98,24 +114,77 @@ def read_samples(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a malformed line, by number, or no usable text at all, with the reasons.
+        ValueError: a malformed file, with the line, a template that cannot serve, or no usable text at all, with the
+            reasons.
     """
-    samples, reasons, count = [], Counter[str](), 0
-    for place, row in rows_of(path):
-        count += 1
+    reading = read_texts(source, tokenizer, max_length=max_length, vocab_size=vocab_size, chat_template=chat_template)
+    LeftOut(source, reading.left_out).report("usable text", reading.num_rows)
+    if reading.num_hidden:
+        counts = f"{reading.num_hidden} of {reading.num_answers}"
+        logger.warning("%s: not learnt: %s answers, which the chat template rewrites or drops", source, counts)
+    return reading.samples
+
+
+def read_texts(
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    max_length: int,
+    vocab_size: int,
+    chat_template: str | None = None,
+) -> Reading:
+    """All usable texts of a file or data set, and what became of the others. Arguments and errors: `read_samples`."""
+    encoder = _Encoder(tokenizer, chat_template)
+    left_out = LeftOut(source)
+    samples, num_rows, num_cut, num_answers, num_hidden = [], 0, 0, 0, 0
+    for place, content in rows_of(source):
+        num_rows += 1
         try:
-            sample = sample_of(row, tokenizer, chat_template)
+            sample, answers, hidden = encoder.sample(parse_row(content))
             samples.append(_cut(sample, max_length, vocab_size))
         except UnusableError as error:
-            reasons[str(error)] += 1
+            left_out.add(error, place)
         except ValueError as error:
-            raise ValueError(f"{path}{place}: {error}") from error
-    for reason, number in reasons.items():
-        logger.warning("%s: left out %d of %d texts: %s", path, number, count, reason)
-    if not samples:
-        why = "; ".join(f"{number} {reason}" for reason, number in reasons.items()) or "the file is empty"
-        raise ValueError(f"data: expected at least one usable text in {path}, got none of {count}: {why}")
-    return samples
+            raise ValueError(f"{source}{place}: {error}") from error
+        else:
+            num_cut += sample.tokens.shape[0] > max_length
+            num_answers += answers
+            num_hidden += hidden
+    return Reading(samples, num_rows, num_cut, num_answers, num_hidden, left_out.reasons)
+
+
+class _Encoder:
+    """Rows as token ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, chat_template: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise ValueError("tokenizer: expected one for a file of text, got None")
+        return self._tokenizer
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        template = ChatTemplate(self.tokenizer, self._chat_template)
+        template.check()
+        return template
+
+    def sample(self, row: Row) -> tuple[Sample, int, int]:
+        """Tokens and what is learnt of them; how many answers there are, and how many of them are hidden."""
+        if isinstance(row, TokenIds):
+            return masked(row.tokens, row.spans), 0, 0
+        if isinstance(row, PlainText):
+            prompt = self.ids(row.prompt) if row.prompt else []
+            text = self.tokenizer(row.text, add_special_tokens=not row.prompt).input_ids
+            return masked([*prompt, *text], [(len(prompt), len(prompt) + len(text))]), 0, 0
+        encoded = encode_conversation(row, self.template)
+        return encoded.sample, encoded.num_answers, encoded.num_hidden
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text).input_ids)
 
 
 def _cut(sample: Sample, max_length: int, vocab_size: int) -> Sample:

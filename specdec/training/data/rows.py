@@ -1,54 +1,112 @@
-"""Which form a row has, and what of it is learnt."""
+"""Which form a row has: token ids, plain text, or a conversation.
+
+    {"tokens": [...], "prompt_length": 12}              as `specdec distill` writes them; wins over text beside it
+    {"tokens": [...], "spans": [[12, 40], [61, 90]]}    the spans are learnt: from the first of each to before its last
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}    OpenAI, UltraChat
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]}      ShareGPT
+    {"conversation": [...]}, {"data": ["question", "answer", ...]}                         LMSYS, early UltraChat
+    {"instruction": "...", "input": "...", "output": "..."}                                Alpaca
+    {"question": "...", "answer": "..."}                                                   and its like
+    {"prompt": "...", "completion": "..."}              raw text, of which the completion is learnt
+    {"text": "..."}                                     raw text, all of it learnt
+    {"prompt": "..."}                                   raw text, for the target to continue
+
+A row is of the first form in this order whose keys it has. `system` and `tools` beside a conversation belong to it.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from transformers import PreTrainedTokenizerBase
+from specdec.training.data.conversations import Conversation, alternating, conversation
+from specdec.training.data.samples import UnusableError
 
-from specdec.training.data.conversations import conversation, messages_of, render, string_of
-from specdec.training.data.samples import Sample, masked
+__all__ = ["PlainText", "Row", "TokenIds", "parse_row"]
 
-__all__ = ["prompt_of", "sample_of"]
+_LISTS_OF_TURNS = ("messages", "conversations", "conversation", "data")
+_QUESTIONS = ("instruction", "question", "query", "prompt")
+_ANSWERS = ("output", "response", "answer")
+_ADDITIONS = ("input", "context")  # what an instruction is about
+_KEYS = "'messages', 'conversations', 'instruction', 'question', 'prompt', 'text' or 'tokens'"
 
 
-def sample_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, chat_template: str | None) -> Sample:
-    """One row's tokens and mask."""
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Token ids as they are.
+
+    Attributes:
+        tokens: the ids.
+        spans: first token, and the one behind the last, of each part that is learnt.
+    """
+
+    tokens: list[int]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """Text without a template.
+
+    Attributes:
+        prompt: what is not learnt.
+        text: what is learnt, behind the prompt.
+    """
+
+    prompt: str
+    text: str
+
+
+Row: TypeAlias = TokenIds | PlainText | Conversation
+
+
+def parse_row(row: Mapping[str, Any]) -> Row:
+    """Read a row of any form; keys whose value is null count as absent.
+
+    Raises:
+        UnusableError: it has none of the forms, or a value that its form does not have.
+        ValueError: token ids that are none.
+    """
+    row = {key: value for key, value in row.items() if value is not None}
     if "tokens" in row:
-        tokens, start = row["tokens"], row.get("prompt_length", 0)
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise ValueError("tokens: expected a list of ints")
-        return masked(tokens, _spans(row, start, len(tokens)))
-    if tokenizer is None:
-        raise ValueError("tokenizer: expected one for a file of text, got None")
+        return _token_ids(row)
+    system = row.get("system", row.get("system_prompt"))
+    if key := next((key for key in _LISTS_OF_TURNS if key in row), None):
+        turns = row[key]
+        if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+            return alternating(turns, system)
+        return conversation(turns, system, row.get("tools"))
+    if (asked := _question(row)) is not None:
+        return alternating([asked, *([_string(row, key) for key in _ANSWERS if key in row][:1])], system)
+    if "prompt" in row:
+        return PlainText(_string(row, "prompt"), _string(row, "completion") if "completion" in row else "")
     if "text" in row:
-        ids = tokenizer(string_of(row, "text")).input_ids
-        return masked(ids, [(0, len(ids))])
-    if "prompt" in row and "completion" in row:
-        ids = tokenizer(string_of(row, "prompt")).input_ids
-        end = tokenizer(string_of(row, "completion"), add_special_tokens=False).input_ids
-        return masked(ids + end, [(len(ids), len(ids) + len(end))])
-    messages = messages_of(row, "'text', 'prompt' with 'completion', 'messages', 'conversations' or 'tokens'")
-    return conversation(messages, tokenizer, chat_template)
+        return PlainText("", _string(row, "text"))
+    raise UnusableError(
+        "of no known form", f"expected one of the keys {_KEYS}, got {', '.join(map(repr, row)) or 'none'}"
+    )
 
 
-def prompt_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> list[int]:
-    """Token ids of what stands before the text that the target is to write."""
-    if "tokens" in row:
-        return list(row["tokens"][: row["spans"][0][0] if row.get("spans") else row.get("prompt_length") or None])
-    for key in ("prompt", "text"):
-        if key in row:
-            return list(tokenizer(string_of(row, key)).input_ids)
-    messages = messages_of(row, "'prompt', 'text', 'messages', 'conversations' or 'tokens'")
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    text = render(messages, tokenizer, chat_template, prompting=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+def _question(row: Mapping[str, Any]) -> str | None:
+    """What a row of a question and its answer asks; None if it is no such row, as a prompt alone."""
+    key = next((key for key in _QUESTIONS if key in row), None)
+    if key is None or (key == "prompt" and not any(answer in row for answer in _ANSWERS)):
+        return None
+    addition = next((_string(row, key) for key in _ADDITIONS if key in row), "")
+    return "\n\n".join(part for part in (_string(row, key), addition) if part.strip())
 
 
-def _spans(row: Mapping[str, Any], start: int, end: int) -> list[tuple[int, int]]:
-    """What may be learnt of a row of token ids: its `spans`, or all from `start` on."""
-    spans = row.get("spans", [[start, end]])
+def _string(row: Mapping[str, Any], key: str) -> str:
+    if not isinstance(row[key], str):
+        raise UnusableError(f"whose {key!r} is no text", f"got {type(row[key]).__name__}")
+    return str(row[key])
+
+
+def _token_ids(row: Mapping[str, Any]) -> TokenIds:
+    tokens, start = row["tokens"], row.get("prompt_length", 0)
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        raise ValueError("tokens: expected a list of ints")
+    spans = row.get("spans", [[start, len(tokens)]])
     is_pairs = isinstance(spans, list) and all(isinstance(span, list) and len(span) == 2 for span in spans)
-    if not is_pairs or not all(isinstance(place, int) and 0 <= place <= end for span in spans for place in span):
-        raise ValueError(f"spans: expected a list of [first, last] within {end} tokens, got {spans!r:.80}")
-    return [(first, last) for first, last in spans]
+    if not is_pairs or not all(isinstance(p, int) and 0 <= p <= len(tokens) for span in spans for p in span):
+        raise ValueError(f"spans: expected a list of [first, last] within {len(tokens)} tokens, got {spans!r:.80}")
+    return TokenIds(tokens, [(first, last) for first, last in spans])

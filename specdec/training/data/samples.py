@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import torch
 
@@ -17,7 +17,17 @@ MIN_TOKENS = 8
 
 
 class UnusableError(ValueError):
-    """A text that cannot be learnt from, for a reason that is counted."""
+    """A text that cannot be learnt from, for a reason that is counted.
+
+    Args:
+        reason: what ends a sentence that begins with "a text ...".
+        detail: what differs from text to text.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +49,10 @@ class Sample:
 
 
 class Samples(torch.utils.data.Dataset[Sample]):
-    """A list of samples as the trainer wants it."""
+    """Samples as the trainer wants them."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        self.samples = list(samples)
+        self.samples = samples
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -59,7 +69,29 @@ def masked(tokens: Sequence[int], spans: Iterable[tuple[int, int]]) -> Sample:
     return Sample(torch.tensor(tokens, dtype=torch.int64), mask)
 
 
-def split_held_out(samples: Sequence[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+class _Chosen(Sequence[Sample]):
+    """Some of other samples, which stay where they are: on disk, where that is so."""
+
+    def __init__(self, samples: Sequence[Sample], places: Sequence[int]) -> None:
+        self._samples = samples
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return _Chosen(self._samples, self._places[index])
+        return self._samples[self._places[index]]
+
+
+def split_held_out(samples: Sequence[Sample], fraction: float, seed: int) -> tuple[Sequence[Sample], Sequence[Sample]]:
     """Shuffle and split into what is trained on and what is held out, at least one text each.
 
     Raises:
@@ -71,7 +103,7 @@ def split_held_out(samples: Sequence[Sample], fraction: float, seed: int) -> tup
         raise ValueError(f"data: expected at least 2 usable texts, one of them to hold out, got {len(samples)}")
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
     count = min(max(1, round(fraction * len(samples))), len(samples) - 1)
-    return [samples[index] for index in order[count:]], [samples[index] for index in order[:count]]
+    return _Chosen(samples, order[count:]), _Chosen(samples, order[:count])
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

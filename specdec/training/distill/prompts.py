@@ -2,23 +2,20 @@
 
 import hashlib
 import json
-import logging
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.training.data.conversations import messages_of, render
+from specdec.training.data.chat_templates import ChatTemplate
+from specdec.training.data.conversations import Conversation
 from specdec.training.data.files import rows_of
-from specdec.training.data.rows import prompt_of
+from specdec.training.data.left_out import LeftOut
+from specdec.training.data.rows import PlainText, Row, TokenIds, parse_row
 from specdec.training.data.samples import UnusableError
 
 __all__ = ["Message", "Prompt", "Turns", "read_prompts"]
-
-logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -63,56 +60,47 @@ def read_prompts(
     """Read what the target is to answer.
 
     Args:
-        path: JSON lines of prompts, texts or conversations, or a `.pt` file of token ids.
+        path: a file of prompts, texts or conversations, or a data set of the hub.
         tokenizer: the target's.
         vocab_size: the target's; ids beyond it are refused.
         chat_template: Jinja template for conversations; the tokenizer's own by default.
         turns: which answers of a conversation are written anew.
 
     Returns:
-        the prompts, and how many conversations were left out because the chat template refuses them.
+        the prompts, and how many rows were left out because none can be made of them.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a malformed line, by number, or no usable prompt at all.
+        ValueError: a malformed file, with the line, a chat template that cannot serve, or no prompt at all.
     """
-    prompts, reasons, count = [], Counter[str](), 0
-    for index, (place, row) in enumerate(rows_of(path)):
+    prompts, left_out, count = [], LeftOut(path), 0
+    template = ChatTemplate(tokenizer, chat_template)
+    for index, (place, content) in enumerate(rows_of(path)):
         count += 1
         try:
-            segments = () if _is_plain(row) else _segments(row, turns)
-            ids = _first_prompt(segments, tokenizer, chat_template) if segments else prompt_of(row, tokenizer, None)
-            if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-                raise ValueError(f"prompt: expected one or more ids from 0 to {vocab_size - 1}, got {ids[:8]}")
+            row = parse_row(content)
+            segments = _segments(row, turns) if isinstance(row, Conversation) else ()
+            ids = _first_prompt(row, segments, template)
+            if not ids:
+                raise UnusableError("with an empty prompt")
+            if min(ids) < 0 or max(ids) >= vocab_size:
+                raise ValueError(f"prompt: expected ids from 0 to {vocab_size - 1}, got {ids[:8]}")
         except UnusableError as error:
-            reasons[str(error)] += 1
+            left_out.add(error, place)
             continue
         except ValueError as error:
             raise ValueError(f"{path}{place}: {error}") from error
         prompts.append(Prompt(index, tuple(ids), segments))
-    for reason, number in reasons.items():
-        logger.warning("%s: left out %d of %d prompts: %s", path, number, count, reason)
-    if not prompts:
-        why = "; ".join(f"{number} {reason}" for reason, number in reasons.items()) or "the file is empty"
-        raise ValueError(f"data: expected at least one prompt in {path}, got none of {count}: {why}")
+    left_out.report("prompt", count)
     return prompts, count - len(prompts)
 
 
-def _is_plain(row: Mapping[str, Any]) -> bool:
-    """Whether it is no conversation; some data sets repeat a conversation's first question as `prompt`."""
-    is_conversation = "messages" in row or "conversations" in row
-    return "tokens" in row or (not is_conversation and ("prompt" in row or "text" in row))
-
-
-def _segments(row: Mapping[str, Any], turns: Turns) -> tuple[tuple[Message, ...], ...]:
+def _segments(conversation: Conversation, turns: Turns) -> tuple[tuple[Message, ...], ...]:
     """What stands before each answer that is written anew; a question without an answer gets one."""
-    messages = messages_of(row, "'prompt', 'text', 'messages', 'conversations' or 'tokens'")
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
-        raise UnusableError("with no question before an answer")
-    if turns == "last" or not {message["role"] for message in messages} <= _REWRITTEN_ROLES:
-        return (tuple(messages),)
+    messages = conversation.question
+    is_rewritten = not conversation.tools and {message["role"] for message in messages} <= _REWRITTEN_ROLES
+    if turns == "last" or not is_rewritten:
+        return (messages,)
     segments: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] != "assistant":
@@ -122,14 +110,17 @@ def _segments(row: Mapping[str, Any], turns: Turns) -> tuple[tuple[Message, ...]
     return tuple(tuple(segment) for segment in segments)
 
 
-def _first_prompt(
-    segments: tuple[tuple[Message, ...], ...], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
-) -> list[int]:
+def _first_prompt(row: Row, segments: tuple[tuple[Message, ...], ...], template: ChatTemplate) -> list[int]:
     """Ids up to the first answer; the other turns are rendered once, too, as a template may refuse them."""
+    if isinstance(row, TokenIds):
+        first = row.spans[0][0] if row.spans else 0
+        return row.tokens[:first] if first else row.tokens
+    if isinstance(row, PlainText):
+        return list(template.tokenizer(row.prompt or row.text).input_ids)
     conversation: list[Message] = []
     for segment in segments:
         conversation += [{"role": "assistant", "content": "."}] if conversation else []
         conversation += segment
-    render(conversation, tokenizer, chat_template, prompting=True)
-    text = render(list(segments[0]), tokenizer, chat_template, prompting=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+    template.render(conversation, row.tools, prompting=True)
+    text = template.render(segments[0], row.tools, prompting=True)
+    return list(template.tokenizer(text, add_special_tokens=False).input_ids)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from specdec.common.checks import check_at_least
-from specdec.training.data.conversations import render
+from specdec.training.data.chat_templates import ChatTemplate
 from specdec.training.data.samples import UnusableError
 from specdec.training.distill.prompts import Prompt
 from specdec.training.distill.writing import Writer, continue_prompts, end_tokens
@@ -69,7 +69,8 @@ class UserTurn:
             ValueError: there is no template, or none in which a user's turn has a beginning and an end.
         """
         try:
-            text = render([{"role": "user", "content": _PLACE}], tokenizer, chat_template, prompting=True)
+            template = ChatTemplate(tokenizer, chat_template)
+            text = template.render([{"role": "user", "content": _PLACE}], prompting=True)
         except UnusableError as error:
             raise ValueError(f"self_prompts: expected a chat template that takes a user's turn, got {error}") from error
         before, found, after = text.partition(_PLACE)
@@ -136,7 +137,7 @@ def _prompt(writer: Writer, prompt: Prompt, turn: UserTurn, tokens: list[int]) -
     if not has_ended or not text.strip() or not _special_tokens(tokenizer).isdisjoint(body):
         return None
     message = {"role": "user", "content": text.strip()}
-    rendered = render([message], tokenizer, writer.chat_template, prompting=True)
+    rendered = ChatTemplate(tokenizer, writer.chat_template).render([message], prompting=True)
     ids = tokenizer(rendered, add_special_tokens=False).input_ids
     return replace(prompt, tokens=tuple(ids), turns=((message,),)) if len(ids) < writer.room else None
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.drafting.base import Drafter
 from specdec.generation.generate import generate
 from specdec.models.target.target import Target
-from specdec.training.data.conversations import render
+from specdec.training.data.chat_templates import ChatTemplate
 from specdec.training.distill.prompts import Message, Prompt
 
 __all__ = ["Conversation", "Writer", "continue_prompts", "end_tokens"]
@@ -152,7 +152,7 @@ class Conversation:
         return tokens + [token for token, (first, _) in ids if first >= place], spans
 
     def _render(self, messages: list[Message]) -> str:
-        return render(messages, self._writer.tokenizer, self._writer.chat_template, prompting=True)
+        return ChatTemplate(self._writer.tokenizer, self._writer.chat_template).render(messages, prompting=True)
 
 
 def continue_prompts(
