@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +21,23 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to", "check_can_train"]
 
-# name, type and help of the options that take the place of a recipe's values
+# name, field of Run, type and help of the options that take the place of a recipe's values
 _RUN_OPTIONS = (
-    ("--epochs", int, "passes over the texts"),
-    ("--steps", int, "optimiser steps, instead of epochs"),
-    ("--batch-size", int, "texts per step"),
-    ("--accumulate", int, "parts in which a batch is run, to save memory"),
-    ("--learning-rate", float, "peak of the schedule"),
-    ("--eval-every", int, "steps between evaluations, which are checkpoints"),
-    ("--seed", int, "of the order of the texts and of all noise"),
+    ("--epochs", "epochs", int, "passes over the texts"),
+    ("--steps", "steps", int, "optimiser steps, instead of epochs"),
+    ("--batch-size", "batch_size", int, "texts per step, over all processes"),
+    ("--accumulate", "accumulate", int, "parts in which a batch is run (default: as many as memory asks for)"),
+    ("--learning-rate", "learning_rate", float, "peak of the schedule"),
+    ("--eval-every", "eval_every", int, "steps between evaluations, which are checkpoints"),
+    ("--seed", "seed", int, "of the order of the texts and of all noise"),
+    ("--places", "num_places", int, "places of a text that a step learns, drawn anew each time (default: all)"),
+    ("--candidates", "num_candidates", int, "tokens that a step's laws are over, drawn anew each time (default: all)"),
+)
+# name, field of TauProbe and help of the options that say how tau is measured
+_PROBE_OPTIONS = (
+    ("--probe-prompts", "num_prompts", "held-out prompts that tau is measured on; 0 measures none"),
+    ("--probe-prompt-tokens", "prompt_tokens", "most tokens of such a prompt; shorter ones go first"),
+    ("--probe-new-tokens", "new_tokens", "tokens that are decoded after each"),
 )
 
 
@@ -56,8 +63,15 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tree", help="as for generate; saved with the drafter, and used to measure tau")
     parser.add_argument("--labels", choices=("text", "target"), default="text", help=labels)
     parser.add_argument("--max-length", type=int, help="tokens at which texts are cut off")
-    for name, kind, about in _RUN_OPTIONS:
-        parser.add_argument(name, type=kind, help=about)
+    states = "folder that keeps what the target says, so that further epochs and drafters do without it"
+    parser.add_argument("--states", type=Path, help=states)
+    for name, field, kind, about in _RUN_OPTIONS:
+        parser.add_argument(name, dest=field, metavar="N", type=kind, help=about)
+    parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), help="adamw_8bit takes less memory")
+    tracker = "show losses, tau and acceptance there too; may be repeated"
+    parser.add_argument("--report-to", action="append", choices=("tensorboard", "wandb"), help=tracker)
+    for name, field, about in _PROBE_OPTIONS:
+        parser.add_argument(name, dest=field, metavar="N", type=int, help=about)
     parser.set_defaults(run=_train)
 
 
@@ -65,6 +79,8 @@ def _train(options: argparse.Namespace) -> int:
     check_can_train("train")
     from specdec.training.data import Texts
     from specdec.training.objectives.recipe import Run
+    from specdec.training.runs.probe import TauProbe
+    from specdec.training.runs.record import is_first_process
     from specdec.training.train import train_drafter
 
     target, tokenizer = load_target(options.target, options)
@@ -75,13 +91,18 @@ def _train(options: argparse.Namespace) -> int:
         Texts(options.data, held_out, tokenizer, options.max_length, chat_template_of(options)),
         options.output,
         settings=read_settings("--set", options.settings),
-        run=Run(**given(options, *(name.removeprefix("--").replace("-", "_") for name, _, _ in _RUN_OPTIONS))),
+        run=Run(
+            **given(options, *(field for _, field, _, _ in _RUN_OPTIONS), "optimizer"),
+            report_to=tuple(options.report_to or ()),
+        ),
         labels=options.labels,
         tree=as_tree_option(options.tree),
         work_dir=options.work_dir,
         resume=options.resume,
+        probe=TauProbe(**given(options, *(field for _, field, _ in _PROBE_OPTIONS))),
+        states=options.states,
     )
-    if os.environ.get("RANK", "0") == "0":  # set by torchrun
+    if is_first_process():
         print(json.dumps(report, indent=2))
     return 0
 

@@ -28,7 +28,7 @@ from specdec.training.runs.batches import Reading
 from specdec.training.runs.curves import curves_svg, history_curves
 from specdec.training.runs.probe import TauProbe, probe_prompts, probe_stats
 from specdec.training.runs.record import claim, data_record, is_first_process, release, run_record, told_history
-from specdec.training.runs.trainer import RecipeTrainer, run_training
+from specdec.training.runs.trainer import RecipeTrainer, check_packages, run_training
 from specdec.training.states import StateStore
 from specdec.training.step import Labels, TrainingStep
 from specdec.trees.dynamic import AnyTreeLike, as_tree
@@ -109,6 +109,7 @@ def train_drafter(
     target = target if isinstance(target, Target) else Target(target)
     run, output = run or Run(), Path(output)
     check_replaceable(output, "output")  # before hours of work
+    check_packages(run)
     work_dir = output.with_name(f".{output.name}-training") if work_dir is None else Path(work_dir)
     if target.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"target: expected float32 or bfloat16 weights for training, got {target.dtype}")

@@ -27,14 +27,14 @@ def texts():
     return [sample for index in range(7) for sample in samples(2, 12 + 3 * index, prompt=5, seed=index)]
 
 
-def train(folder, *, resume=False, kind="medusa", settings=None, probe=None, **run):
-    """The run that every process makes."""
+def train(folder, *, resume=False, model=None, data=None, probe=None, **run):
+    """The run that every process makes; further keywords change its `RUN`."""
     return train_drafter(
-        kind,
-        build_model("llama"),
-        Texts(texts(), 0.2),
+        "medusa",
+        build_model("llama") if model is None else model,
+        Texts(texts() if data is None else data, 0.2),
         folder / "out",
-        settings={"num_heads": 2} if settings is None else settings,
+        settings={"num_heads": 2},
         run=Run(**{**RUN, **run}),
         work_dir=folder / "work",
         resume=resume,

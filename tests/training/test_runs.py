@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,12 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
+from lib.families import build_model
 from lib.training_worker import train
+from specdec.training.data import Sample
 from specdec.training.objectives.medusa import MedusaObjective
 from specdec.training.objectives.recipe import Recipe, Run
 from specdec.training.runs import trainer
 from specdec.training.runs.batches import Passes, Reading, Share, TextOrder
+from specdec.training.runs.probe import TauProbe, probe_prompts
 from specdec.training.runs.trainer import last_checkpoint
 
 pytest.importorskip("accelerate")
@@ -208,3 +215,124 @@ def test_the_shares_of_all_processes_are_the_batch(num_ranks):
     assert [share.weights for share in shares] == [[10.0], [20.0], [0.0]][:num_ranks]
     assert {(share.total, share.num_tokens) for share in shares} == {(30.0, 3)}
     assert reading.share(items, 0, num_ranks, most_learnt=15).total == 25.0
+
+
+# What is shown and kept
+
+
+def test_losses_and_evaluations_are_on_standard_error(tmp_path, capsys):
+    probe = TauProbe(num_prompts=2, prompt_tokens=8, new_tokens=4)
+    train(tmp_path, probe=probe)
+    lines = capsys.readouterr().err.splitlines()
+    number = r"\d+\.\d+"
+    loss = rf"loss {number} \(head_1 {number}, head_2 {number}\), [\d,]+ tokens/s, 0:00:\d\d left"
+    assert re.fullmatch(f"step 1 of 6: {loss}", lines[0])
+    evaluation = rf"held out {number} \(head_1 {number}, head_2 {number}\), tau {number}, accepted by depth [ .0-9]+"
+    assert [line for line in lines if re.fullmatch(f"step [246] of 6: {evaluation}", line)] == lines[1:3] + lines[-1:]
+
+
+def test_a_terminal_has_a_bar_and_the_evaluations_above_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    train(tmp_path)
+    shown = capsys.readouterr().err
+    assert "step 4 of 6: held out" in shown
+    assert "step 1 of 6" not in shown
+    assert "━" in shown
+
+
+def test_the_record_knows_data_target_and_history(whole, tmp_path):
+    record = json.loads((whole[0] / "out" / "training.json").read_text())
+    assert (record["report"], record["kind"]) == (whole[1], "medusa")
+    assert [entry["step"] for entry in record["history"] if "eval_loss" in entry] == [2, 4, 6]
+    assert [entry["step"] for entry in record["history"] if "head_1" in entry] == [1, 2, 3, 4, 5, 6]
+    assert record["minutes"] > 0
+    assert len(record["target"]["fingerprint"]) == 32
+    assert len(record["data"]["texts_sha256"]) == 64
+    assert record["made"]["specdec"]
+    assert {"git_sha", "device", "num_processes"} < record["made"].keys()
+
+
+def test_resume_refuses_other_texts_of_the_same_size_and_takes_them_from_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    rows = torch.arange(40 * 12).reshape(40, 12) % 90 + 3
+    paths = {name: tmp_path / name for name in ("texts.pt", "others.pt", "elsewhere/moved.pt")}
+    torch.save(rows, paths["texts.pt"])
+    shutil.copy(paths["texts.pt"], paths["elsewhere/moved.pt"])
+    torch.save(rows.flip(1), paths["others.pt"])
+    step = trainer.RecipeTrainer.training_step
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.RecipeTrainer, "training_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, data=paths["texts.pt"])
+    with pytest.raises(ValueError, match=r"another data.sha256 \(.* there, .* here\), data.texts_sha256"):
+        train(tmp_path, data=paths["others.pt"], resume=True)
+    with pytest.raises(ValueError, match=r"another .*run.seed \(0 there, 1 here\)"):
+        train(tmp_path, data=paths["texts.pt"], resume=True, seed=1)
+    with pytest.raises(ValueError, match="another target.fingerprint"):
+        train(tmp_path, data=paths["texts.pt"], resume=True, model=build_model("llama", seed=1))
+    train(tmp_path, data=paths["elsewhere/moved.pt"], resume=True)
+
+
+def test_an_interruption_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupted(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.RecipeTrainer, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path)
+    assert "training: interrupted after step 0; no checkpoint was written yet" in capsys.readouterr().err
+
+
+def test_trackers_get_what_the_terminal_shows(tmp_path, monkeypatch):
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            seen.append(kwargs["logs"])
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    monkeypatch.setitem(trainer._PACKAGES, "wandb", ("torch",))
+    train(tmp_path, report_to=("wandb",))
+    assert sum("head_1" in logs for logs in seen) == 6
+    assert sum("eval_loss" in logs for logs in seen) == 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("report_to", ("wandb",)), ("optimizer", "adamw_8bit")])
+def test_missing_packages_are_named_before_anything_is_read(name, value, tmp_path, monkeypatch):
+    asked = value if isinstance(value, str) else value[0]
+    monkeypatch.setitem(trainer._PACKAGES, asked, ("no_such_package",))
+    with pytest.raises(RuntimeError, match=rf"{asked} needs the package no_such_package: pip install .*\[{asked[:5]}"):
+        train(tmp_path, data=tmp_path / "no such texts.jsonl", **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("report_to", ("paper",)), ("optimizer", "sgd")])
+def test_unknown_trackers_and_optimisers_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}: expected (some|one) of .*, got"):
+        Run(**{name: value})
+
+
+# The prompts that tau is measured on
+
+
+def prompt_of(length, total=20):
+    return Sample(torch.arange(total), torch.arange(total) >= length)
+
+
+def test_prompts_are_whole_and_keep_their_beginning():
+    held_out = [prompt_of(12), prompt_of(5), prompt_of(0), prompt_of(7), prompt_of(15)]
+    lengths = [len(prompt) for prompt in probe_prompts(held_out, 99, TauProbe(num_prompts=9, prompt_tokens=8))]
+    assert lengths == [5, 8, 7, 8, 8], "what fits, then the beginnings of the rest"
+    short = probe_prompts(held_out, 99, TauProbe(num_prompts=2, prompt_tokens=8))
+    assert [prompt.tolist() for prompt in short] == [list(range(5)), list(range(8))]
+    assert [len(prompt) for prompt in probe_prompts(held_out, 10, TauProbe(num_prompts=9, new_tokens=6))] == [4] * 5
+    with pytest.raises(ValueError, match="new_tokens: expected fewer than 10, the target's context, got 10"):
+        probe_prompts(held_out, 10, TauProbe(new_tokens=10))
+    with pytest.raises(ValueError, match="prompt_tokens: expected at least 1, got 0"):
+        TauProbe(prompt_tokens=0)

@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 
 from specdec.common.checks import check_at_least
 
-__all__ = ["Recipe", "Run", "check_decay", "check_weights", "learning_rate_factor"]
+__all__ = ["OPTIMIZERS", "TRACKERS", "Recipe", "Run", "check_decay", "check_weights", "learning_rate_factor"]
+
+OPTIMIZERS = ("adamw", "adamw_8bit")
+"""What a run may be optimised with: Adam, or Adam whose two states take a quarter of their memory."""
+TRACKERS = ("tensorboard", "wandb")
+"""What a run may report to, beside the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class Run:
         num_candidates: tokens that the laws of a step are over, drawn so that they stand for the whole vocabulary
             (`specdec.training.objectives.vocabulary`); all of it by default, and in an evaluation.
         mixed_precision: compute in bfloat16 with weights in float32; by default where the target is bfloat16.
+        optimizer: one of `OPTIMIZERS`.
+        report_to: some of `TRACKERS`.
     """
 
     steps: int | None = None
@@ -62,11 +69,17 @@ class Run:
     num_places: int | None = None
     num_candidates: int | None = None
     mixed_precision: bool | None = None
+    optimizer: str = "adamw"
+    report_to: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         counts = ("steps", "epochs", "batch_size", "accumulate", "eval_every", "log_every", "num_places")
         check_at_least(1, {name: getattr(self, name) for name in counts})
         check_at_least(16, {"num_candidates": self.num_candidates})
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        if unknown := [name for name in self.report_to if name not in TRACKERS]:
+            raise ValueError(f"report_to: expected some of {', '.join(TRACKERS)}, got {unknown}")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"learning_rate: expected more than 0, got {self.learning_rate}")
 

@@ -1,7 +1,7 @@
 """What a run shows while it goes: a bar on a terminal, plain lines on standard error otherwise.
 
     step 120 of 1,000: loss 2.310 (head_1 1.901, head_2 2.118), 5,210 tokens/s, 0:12:34 left
-    step 200 of 1,000: held out 2.411 (head_1 1.967, head_2 2.230), tau 1.84, accepted at depth 1 to 3: 0.64 0.29 0.16
+    step 200 of 1,000: held out 2.411 (head_1 1.967, head_2 2.230), tau 1.84, accepted by depth 0.64 0.29 0.16
 
 The second form is an evaluation; on a terminal it stays above the bar. Of several processes the first one speaks.
 """
@@ -115,7 +115,7 @@ def _evaluated(logs: Mapping[str, float]) -> str:
         rates = [value for name, value in values.items() if name.startswith("acceptance_")]
         text += f", tau {values['tau']:.2f}"
         if rates:
-            text += f", accepted at depth 1 to {len(rates)}: " + " ".join(f"{rate:.2f}" for rate in rates)
+            text += ", accepted by depth " + " ".join(f"{rate:.2f}" for rate in rates)
     return text
 
 

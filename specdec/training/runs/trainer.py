@@ -7,6 +7,7 @@ learning rates fall to a part of their peak; the parts of a loss are logged with
 """
 
 import functools
+import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,10 +27,24 @@ from specdec.training.objectives.recipe import Recipe, Run, learning_rate_factor
 from specdec.training.runs.batches import TOKENS_PER_PASS, Passes, Reading, Share, TextOrder, ran_out_of_memory
 from specdec.training.runs.progress import RunProgress
 
-__all__ = ["NonFiniteLossError", "RecipeTrainer", "forget_checkpoints", "last_checkpoint", "run_training"]
+__all__ = [
+    "NonFiniteLossError",
+    "RecipeTrainer",
+    "check_packages",
+    "forget_checkpoints",
+    "last_checkpoint",
+    "run_training",
+]
 
 T = TypeVar("T")
 
+_PACKAGES = {
+    "adamw_8bit": ("torchao", "bitsandbytes"),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+}
+_OPTIMIZER_OF = {"torchao": "adamw_torch_8bit", "bitsandbytes": "adamw_8bit"}  # what the Trainer calls it
+_NUM_CHECKPOINTS = 2  # that are kept: the older one, should somebody spoil the newer one
 _COMPLETE = "complete"  # a file in every checkpoint that was written to its end
 
 
@@ -306,16 +321,35 @@ def _arguments(
         bf16=mixed_precision,
         use_cpu=on_cpu,
         seed=run.seed,
-        logging_steps=run.log_every,
+        logging_steps=min(run.log_every, eval_every),
+        logging_first_step=True,  # a sign of life
         logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=eval_every,
         save_steps=eval_every,
-        save_total_limit=2,  # the older one stands in for a newer one that was not written to its end
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        report_to=[],
+        report_to=list(run.report_to),
+        run_name=work_dir.name,
+        **({} if run.optimizer == "adamw" else {"optim": _OPTIMIZER_OF[_found(run.optimizer)]}),
     )
+
+
+def check_packages(run: Run) -> None:
+    """Raise RuntimeError, with what to install, if a run asks for a package that is not there."""
+    for name in (run.optimizer, *run.report_to):
+        _found(name)
+
+
+def _found(name: str) -> str | None:
+    """The first package there of those that can do what a run asks for; None if it needs none."""
+    packages = _PACKAGES.get(name, ())
+    found = next((package for package in packages if importlib.util.find_spec(package)), None)
+    if packages and found is None:
+        raise RuntimeError(
+            f"{name} needs the package {' or '.join(packages)}: pip install 'specdec-triton[{name.replace('_', '-')}]'"
+        )
+    return found
 
 
 def _passes(recipe: Recipe, run: Run, reading: Reading, num_ranks: int) -> Passes:
@@ -328,8 +362,13 @@ def _passes(recipe: Recipe, run: Run, reading: Reading, num_ranks: int) -> Passe
 
 def last_checkpoint(work_dir: Path) -> Path | None:
     """The newest checkpoint in `work_dir` that was written to its end."""
+    return next(reversed(_complete_checkpoints(work_dir)), None)
+
+
+def _complete_checkpoints(work_dir: Path) -> list[Path]:
+    """Those that were written to their end, oldest first."""
     complete = [path.parent for path in work_dir.glob(f"checkpoint-*/{_COMPLETE}")]
-    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+    return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
 
 
 def forget_checkpoints(work_dir: Path) -> None:
@@ -378,4 +417,7 @@ class _MarkComplete(TrainerCallback):
         if dist.is_available() and dist.is_initialized():
             dist.barrier()  # the random numbers of every process are part of it
         if state.is_world_process_zero and args.output_dir is not None:
-            Path(args.output_dir, f"checkpoint-{state.global_step}", _COMPLETE).touch()
+            work_dir = Path(args.output_dir)
+            work_dir.joinpath(f"checkpoint-{state.global_step}", _COMPLETE).touch()
+            for checkpoint in _complete_checkpoints(work_dir)[:-_NUM_CHECKPOINTS]:
+                shutil.rmtree(checkpoint)
