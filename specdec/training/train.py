@@ -150,7 +150,7 @@ def train_drafter(
 
 def _save(drafter: Any, output: Path, record: dict[str, Any], log: Sequence[Mapping[str, float]]) -> None:
     """Write a trained drafter with its curves and its record, with the minutes and the history of its run."""
-    record = {**record, "minutes": round(log[-1]["minutes"], 2), "history": told_history(log)}
+    record = {**record, "minutes": round(log[-1]["minutes"], 4), "history": told_history(log)}
     title = f"{record['kind']}, {record['num_texts']} texts"
     curves = curves_svg(history_curves(log), title)
     drafter.save_pretrained(output, texts={"training.json": json.dumps(record, indent=2) + "\n", "curves.svg": curves})
