@@ -341,11 +341,11 @@ def check_packages(run: Run) -> None:
         _found(name)
 
 
-def _found(name: str) -> str | None:
-    """The first package there of those that can do what a run asks for; None if it needs none."""
+def _found(name: str) -> str:
+    """The first package there of those that can do what a run asks for; empty if it needs none."""
     packages = _PACKAGES.get(name, ())
-    found = next((package for package in packages if importlib.util.find_spec(package)), None)
-    if packages and found is None:
+    found = next((package for package in packages if importlib.util.find_spec(package)), "")
+    if packages and not found:
         raise RuntimeError(
             f"{name} needs the package {' or '.join(packages)}: pip install 'specdec-triton[{name.replace('_', '-')}]'"
         )
