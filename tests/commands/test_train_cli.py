@@ -73,7 +73,7 @@ def test_distill_writes_what_train_reads(data, tmp_path, capsys):
         (["--drafter", "medusa", "--set", "hats=3"], "settings: medusa does not take these: "),
         (["--drafter", "medusa", "--set", "num_heads=0"], "num_heads: expected at least 1, got 0"),
         (["--drafter", "medusa", "--steps", "0"], "steps: expected at least 1, got 0"),
-        (["--drafter", "medusa", "--held-out", "nowhere.jsonl"], "data: expected a file, got nowhere.jsonl"),
+        (["--drafter", "medusa", "--held-out", "nowhere.jsonl"], "owner/name:split, got nowhere.jsonl"),
         (["--drafter", "medusa", "--held-out", "2"], "held_out: expected a part of the texts between 0 and 1"),
         (["--drafter", "eagle3"], "tap_layers: expected the setting with a target of 6 layers"),
         (["--drafter", "medusa", "--tree", "no/such"], "tree: expected the name of a preset"),
