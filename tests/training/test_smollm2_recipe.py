@@ -81,7 +81,7 @@ def test_parts_are_trained_once_and_share_what_the_target_says(tmp_path, monkeyp
         train_miniature(tmp_path, data=data, only=["parallel"])
     assert set(train_miniature(tmp_path, data=data, only=["heads"])) == {"heads"}
     before = (tmp_path / "out/heads/model.safetensors").read_bytes()
-    monkeypatch.setattr(StateStore, "_append", None)  # the target has read all texts
+    monkeypatch.setattr(StateStore, "_append", lambda *_: pytest.fail("the target has read all texts"))
     reports = train_miniature(tmp_path, data=data)
     assert set(reports) == {"head", "parallel"}
     assert (tmp_path / "out/heads/model.safetensors").read_bytes() == before
