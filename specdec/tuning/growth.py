@@ -7,7 +7,8 @@ is the one of the next rank, and rules that draw candidates can use the trees to
 
 Simulated decoding is exact: steps lie where those of real decoding would, behind what the steps before have accepted.
 A child's gain is counted at the steps of T_(i-1); with the child the steps after it move, so that now and then a tree
-accepts a little less than the one before it.
+accepts a little less than the one before it. To simulate with every child and take the best would fit the corpus more
+closely, and other text less well (docs/log.md, "trees from rank paths").
 """
 
 from collections import Counter
