@@ -41,6 +41,7 @@ ROOMS = [
     "bench/compiled",
     "bench/decoding",
     "bench/kernels",
+    "bench/claims",
     "bench/campaign",
     "bench",
 ]

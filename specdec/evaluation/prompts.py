@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ from specdec.common.checks import check_at_least
 
 __all__ = ["Question", "evenly", "first_turns", "read_questions"]
 
+T = TypeVar("T")
 _NAMES = ("question_id", "task_id", "id")
 _TEXTS = ("prompt", "question")
 _GZIP = b"\x1f\x8b"
@@ -61,8 +62,8 @@ def read_questions(path: str | Path) -> list[Question]:
     return found
 
 
-def evenly(questions: Sequence[Question], count: int | None) -> list[Question]:
-    """As many questions, spread evenly over all: files are sorted by category. All of them for None.
+def evenly(questions: Sequence[T], count: int | None) -> list[T]:
+    """As many questions, spread evenly over all, as files are sorted by category; all of them for None.
 
     Raises:
         ValueError: fewer than 1, or more than there are.

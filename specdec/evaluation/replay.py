@@ -10,15 +10,18 @@ The figures are those of real decoding as far as states are: recorded by passes 
 bits, which may turn a near-tie of a drafter.
 """
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from specdec.common.checks import check_at_least
+from specdec.common.files import replace_file
 from specdec.drafters.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt
 from specdec.kernels.common.verdict import Verdict
@@ -64,6 +67,20 @@ class Recording:
     stop_tokens: tuple[int, ...]
     tap_layers: tuple[int, ...]
 
+    def save(self, path: str | Path) -> None:
+        """Keep it in a file, which is replaced in one step."""
+        texts = [(text.prompt, text.new, text.hidden, list(text.taps)) for text in self.texts]
+        content = io.BytesIO()
+        torch.save([texts, self.max_new_tokens, list(self.stop_tokens), list(self.tap_layers)], content)
+        replace_file(path, content.getvalue())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Recording":
+        """Read what `save` wrote."""
+        texts, max_new_tokens, stop_tokens, tap_layers = torch.load(path, weights_only=True)
+        read = (RecordedText(prompt, new, hidden, tuple(taps)) for prompt, new, hidden, taps in texts)
+        return cls(tuple(read), max_new_tokens, tuple(stop_tokens), tuple(tap_layers))
+
 
 def record(
     target: Target,
@@ -102,13 +119,16 @@ def record(
     return Recording(tuple(texts), max_new_tokens, tuple(stop_tokens), target.tap_layers)
 
 
-def replay(target: "RecordedTarget", drafter: Drafter | None, *, batch_size: int = 1) -> AcceptanceStats:
+def replay(
+    target: "RecordedTarget", drafter: Drafter | None, *, batch_size: int = 1, max_new_tokens: int | None = None
+) -> AcceptanceStats:
     """What a drafter's steps accept on the recorded prompts under greedy decoding.
 
     Args:
         target: what was recorded.
         drafter: what proposes, loaded for the target; None for plain decoding.
         batch_size: prompts that are decoded at a time.
+        max_new_tokens: less than what was recorded, to see the beginnings of the texts alone.
 
     Returns:
         Statistics with a row per prompt, in the order of the recording. Its times are the drafter's alone.
@@ -116,21 +136,24 @@ def replay(target: "RecordedTarget", drafter: Drafter | None, *, batch_size: int
     Raises:
         NotImplementedError: a drafter that learns from nodes which were not accepted.
         RuntimeError: the text that came is not the recorded one: the drafter was loaded for another target.
+        ValueError: more tokens than were recorded.
     """
-    check_at_least(1, {"batch_size": batch_size})
+    check_at_least(1, {"batch_size": batch_size, "max_new_tokens": max_new_tokens})
+    recording, stats = target.recording, []
+    length = recording.max_new_tokens if max_new_tokens is None else max_new_tokens
+    if length > recording.max_new_tokens:
+        raise ValueError(f"max_new_tokens: expected at most the recorded {recording.max_new_tokens}, got {length}")
     if drafter is not None and drafter.reads_rejected:
         raise NotImplementedError(
             f"drafter: expected one that reads accepted nodes alone, got {drafter.kind}, for which a recording has not "
             "enough; measure it by decoding"
         )
-    recording, stats = target.recording, []
     decoder = Decoder(target, drafter, capture=False)
     for first in range(0, len(recording.texts), batch_size):
         texts = recording.texts[first : first + batch_size]
-        result = decoder.decode(
-            [text.prompt for text in texts], recording.max_new_tokens, stop_tokens=recording.stop_tokens
-        )
-        if result.tokens != [text.new.tolist() for text in texts]:
+        prompts = [text.prompt for text in texts]
+        result = decoder.decode(prompts, length, stop_tokens=recording.stop_tokens)
+        if result.tokens != [text.new[:length].tolist() for text in texts]:
             raise RuntimeError(f"drafter: expected the recorded texts {first} and on, got others from {drafter!r}")
         stats.append(result.stats)
     return AcceptanceStats.merged(stats)

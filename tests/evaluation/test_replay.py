@@ -89,6 +89,32 @@ def test_prompts_are_read_in_chunks_too(generator):
     )
 
 
+def test_the_beginning_of_a_text_is_a_shorter_text(generator):
+    target = Target(build_target())
+    prompts = prompts_of(generator, [5, 7, 2])
+    drafter = DRAFTERS["hydra"]()
+    recorded = RecordedTarget(target, record(target, prompts, 20))
+    expected = Decoder(target, drafter).decode(prompts, 9).stats.num_emitted
+    assert replay(recorded, drafter, max_new_tokens=9).num_emitted == expected
+    with pytest.raises(ValueError, match="max_new_tokens: expected at most the recorded 20, got 21"):
+        replay(recorded, drafter, max_new_tokens=21)
+
+
+def test_a_recording_is_read_as_it_was_written(generator, tmp_path):
+    target = Target(build_target(), tap_layers=[1])
+    recording = record(target, prompts_of(generator, [5, 7]), 6, stop_tokens=[3])
+    recording.save(tmp_path / "recording.pt")
+    read = type(recording).load(tmp_path / "recording.pt")
+    assert (read.max_new_tokens, read.stop_tokens, read.tap_layers) == (6, (3,), (1,))
+    for text, expected in zip(read.texts, recording.texts, strict=True):
+        pairs = zip(
+            (text.prompt, text.new, text.hidden, *text.taps),
+            (expected.prompt, expected.new, expected.hidden, *expected.taps),
+            strict=True,
+        )
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
 def test_what_a_recording_cannot_answer_is_refused(generator):
     target = Target(build_target())
     prompts = prompts_of(generator, [5, 7])

@@ -1,0 +1,255 @@
+"""The papers' orders: every claim of `bench/claims/table.py` on one target, with paired intervals.
+
+    python -m specdec.bench.papers --model tiny --prompts specdec/bundled/tiny/prompts.json --output FILE
+    python -m specdec.bench.papers --model MODEL --drafters FOLDER --prompts question.jsonl --output FILE --update
+
+A cell is an arm with one drafter. Cells that the file of --output has are not run again, unless the drafter has
+changed; a run that was cut off goes on where it stopped. FOLDER holds drafters by the names in the table (`medusa`,
+`hydra++`, ..., and the `short-` ones that `python -m specdec.bench.paper_runs` trains); the same name with `.seed1`,
+`.seed2` is another training of it. Claims about drafters that are not there are "not run".
+
+Greedy arms cost the drafter's passes alone, after one plain decoding of all prompts, which is kept beside the records.
+Arms that sample decode for real: --num-sampled-prompts and --num-sampled-tokens say how much.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.bench.claims.arms import Arm, Bench, Counts, NotRunError, Sizes
+from specdec.bench.claims.page import judge, page
+from specdec.bench.claims.table import CLAIMS, Claim
+from specdec.bench.common.journal import Journal
+from specdec.bench.common.provenance import provenance, read_records
+from specdec.bundled.load import TINY_FOLDER
+from specdec.commands.options import load_target
+from specdec.common.files import replace_file
+from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
+from specdec.evaluation.prompts import evenly, first_turns, read_questions
+from specdec.evaluation.replay import Recording
+from specdec.models.target.target import Target
+
+__all__ = ["main"]
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "papers.md"
+_SECTIONS = {section.lower().replace(" ", "-"): section for section in CLAIMS}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cells that are due; returns the exit status."""
+    options = _options(arguments)
+    model, tokenizer = load_target(options.model, options)
+    questions = evenly(read_questions(options.prompts), options.num_prompts)
+    prompts = first_turns(questions, tokenizer)
+    claims = {section: CLAIMS[section] for section in options.only}
+    arms = list(dict.fromkeys(arm for rows in claims.values() for claim in rows for arm in _arms(claim)))
+    stops = model.generation_config.eos_token_id
+    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    setup = _setup(options, prompts, str(model.dtype))
+    papers = _Papers(Target(model), prompts, stops, options, arms, setup)
+    try:
+        papers.run()
+    finally:
+        for section, rows in claims.items():
+            print(f"\n{section}")
+            for claim in rows:
+                outcome = judge(claim, papers.measured)
+                print(f"  {outcome.verdict:<15}{claim.text}: {outcome.ratio or outcome.note}")
+    if options.update is not None:
+        replace_file(options.update, page(CLAIMS, papers.measured, _printed(setup, papers.commits)))
+    return 0
+
+
+class _Papers:
+    """The cells of a run, and what is known of them.
+
+    Args:
+        target: the target.
+        prompts: token ids of the prompts.
+        stop_tokens: tokens after which a text ends.
+        options: of the command line.
+        arms: what is to be measured.
+        setup: what all arms have in common.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[torch.Tensor],
+        stop_tokens: Sequence[int],
+        options: argparse.Namespace,
+        arms: Sequence[Arm],
+        setup: Mapping[str, Any],
+    ) -> None:
+        self._key = _digest(json.dumps(setup, sort_keys=True).encode())
+        self._setup = setup
+        self._output: Path = options.output
+        self._steps = list(dict.fromkeys(arm.steps for arm in arms))
+        sizes = _sizes(options)
+        self._bench = Bench(target, prompts, stop_tokens, options.drafters, sizes, self._steps, self._recording)
+        self._digests: dict[str, str] = {}
+        self._records = {one["cell"]: one for one in read_records(options.output) if "cell" in one}
+
+    def run(self) -> None:
+        """Measure every cell that is due."""
+        journal = Journal(self._output, resume=True)
+        cells = [(arm, source) for arm in self._steps for source in self._bench.sources(arm)]
+        for number, (arm, source) in enumerate(cells, start=1):
+            cell = self._cell(arm, source)
+            if not journal.is_due(cell):
+                continue
+            journal.begin(cell)
+            begin = time.perf_counter()
+            try:
+                counts = self._bench.measure(arm, source)
+                record: dict[str, Any] = {"counts": [[place, *pair] for place, pair in counts.items()]}
+                told = f"{sum(pair[0] for pair in counts.values()) / sum(pair[1] for pair in counts.values()):.3f}"
+            except NotRunError as error:
+                record = {"not_run": str(error)}
+                told = f"not run: {error}"
+            seconds = time.perf_counter() - begin
+            record |= {"bench": "papers", "arm": str(arm), "drafter": source, "setup": dict(self._setup)}
+            record |= {"seconds": round(seconds, 1), "provenance": provenance()}
+            journal.end(cell, record)
+            self._records[cell] = record
+            print(f"{number} of {len(cells)}: {arm} ({source}): {told}, {seconds:.0f} s", flush=True)
+
+    def measured(self, arm: Arm) -> list[Counts]:
+        """Counts of an arm, one entry per training seed that was run.
+
+        Raises:
+            NotRunError: there is none; the message says why.
+        """
+        sources = self._bench.sources(arm)
+        records = [self._records.get(self._cell(arm.steps, source), {}) for source in sources]
+        found = [{int(place): (a, b) for place, a, b in one["counts"]} for one in records if "counts" in one]
+        if not found:
+            why = next((one["not_run"] for one in records if "not_run" in one), "left out")
+            raise NotRunError(f"{arm.drafter}: {why if sources else 'not there'}")
+        return [self._bench.figures(arm, counts) for counts in found]
+
+    @property
+    def commits(self) -> list[str]:
+        """Commits that the records of this setup were measured at."""
+        found = {one["provenance"]["git_sha"] or "unknown" for cell, one in self._records.items() if self._key in cell}
+        return sorted(sha[:12] for sha in found)
+
+    def _cell(self, arm: Arm, source: str) -> str:
+        """Name of a cell; another one once the drafter has changed."""
+        if source not in self._digests:
+            files = [] if source in KINDS_WITHOUT_WEIGHTS else sorted((self._bench.folder / source).iterdir())
+            kept = [file for file in files if file.suffix == ".safetensors" or file.name in _TELLING]
+            self._digests[source] = _digest(*(file.read_bytes() for file in kept))
+        return f"{arm} | {source} {self._digests[source]} | {self._key}"
+
+    def _recording(self, bench: Bench) -> Recording:
+        """Plain decoding of all prompts, kept beside the records."""
+        taps = "".join(f"-{layer}" for layer in bench.target.tap_layers)
+        file = self._output.with_name(f"{self._output.stem}-{self._key}{taps}.recording.pt")
+        if file.exists():
+            return Recording.load(file)
+        recording = bench.record()
+        recording.save(file)
+        return recording
+
+
+_TELLING = frozenset({"specdec.json", "config.json", "tree.json"})
+
+
+def _arms(claim: Claim) -> tuple[Arm, Arm]:
+    return claim.ours, claim.theirs
+
+
+def _setup(options: argparse.Namespace, prompts: Sequence[torch.Tensor], dtype: str) -> dict[str, Any]:
+    """What makes figures comparable: nothing of it names a place on this machine."""
+    ids = json.dumps([prompt.tolist() for prompt in prompts]).encode()
+    return {
+        "model": Path(options.model).name,
+        "dtype": dtype.removeprefix("torch."),
+        "prompts": f"{options.prompts.parent.name}/{options.prompts.name}",
+        "num_prompts": len(prompts),
+        "prompt_ids": _digest(ids),
+        **asdict(_sizes(options)),
+    }
+
+
+def _printed(setup: Mapping[str, Any], commits: Sequence[str]) -> dict[str, str]:
+    """The setup for the page."""
+    sampled = setup["num_sampled_prompts"] or setup["num_prompts"]
+    return {
+        "Target": f"{setup['model']}, {setup['dtype']}",
+        "Prompts": f"the first turns of {setup['prompts']}, {setup['num_prompts']} of them",
+        "Greedy arms": f"{setup['num_new_tokens']} new tokens of every prompt",
+        "Arms that sample": f"{setup['num_sampled_tokens']} new tokens of {sampled} prompts",
+        "The common tree": f"{'x'.join(map(str, setup['common_tree']))}, unless an arm says otherwise",
+        "Commits": ", ".join(commits) or "none",
+    }
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    return Sizes(
+        num_new_tokens=options.num_new_tokens,
+        num_sampled_prompts=options.num_sampled_prompts,
+        num_sampled_tokens=options.num_sampled_tokens,
+        num_contexts=options.num_contexts,
+        common_tree=tuple(options.tree),
+        batch_size=options.batch_size,
+        seed=options.seed,
+    )
+
+
+def _digest(*parts: bytes) -> str:
+    """Eight hexadecimal digits."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:8]
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    default = Sizes()
+    parser = argparse.ArgumentParser(prog="specdec.bench.papers", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="target: a folder, a hub id or a name that ships, such as tiny")
+    parser.add_argument("--drafters", type=Path, help="folder of drafters by name (with tiny: the bundled ones)")
+    parser.add_argument("--prompts", type=Path, required=True, help="questions: Spec-Bench's and MT-Bench's form, ...")
+    parser.add_argument("--num-prompts", type=int, help="so many, spread evenly over the file (default: all)")
+    parser.add_argument("--only", nargs="+", choices=tuple(_SECTIONS), default=list(_SECTIONS), help="sections")
+    parser.add_argument("--output", type=Path, required=True, help="JSON-lines file of the cells")
+    parser.add_argument("--update", type=Path, nargs="?", const=PAGE, help="write the page (default: docs/papers.md)")
+    parser.add_argument("--tree", type=int, nargs="+", default=default.common_tree, help="k_config that arms share")
+    parser.add_argument("--num-new-tokens", type=int, default=default.num_new_tokens)
+    parser.add_argument("--num-sampled-prompts", type=int, help="of the arms that sample (default: all)")
+    parser.add_argument("--num-sampled-tokens", type=int, default=default.num_sampled_tokens)
+    parser.add_argument("--num-contexts", type=int, default=default.num_contexts, help="per prompt, for rates")
+    parser.add_argument("--batch-size", type=int, default=default.batch_size)
+    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU")
+    options = parser.parse_args(arguments)
+    options.only = [_SECTIONS[name] for name in options.only]
+    if options.drafters is None:
+        if options.model != "tiny":
+            parser.error("--drafters: expected a folder of drafters, got none")
+        options.drafters = TINY_FOLDER
+    if not options.drafters.is_dir():
+        parser.error(f"--drafters: expected a folder, got {options.drafters}")
+    counts = ("num_new_tokens", "num_sampled_tokens", "num_contexts", "batch_size")
+    bad = [name for name in counts if getattr(options, name) < 1]
+    if bad or options.num_sampled_tokens > options.num_new_tokens:
+        parser.error(
+            "expected --num-new-tokens, --num-sampled-tokens, --num-contexts and --batch-size of 1 or more, and no "
+            "more sampled tokens than new ones"
+        )
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
