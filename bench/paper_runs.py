@@ -19,7 +19,8 @@ from specdec.commands.options import load_target
 from specdec.models.target.target import Target
 from specdec.training.data import Texts
 from specdec.training.objectives.recipe import Run
-from specdec.training.train import TauProbe, train_drafter
+from specdec.training.runs.probe import TauProbe
+from specdec.training.train import train_drafter
 
 __all__ = ["main"]
 

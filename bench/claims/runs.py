@@ -54,6 +54,7 @@ SHORT_RUNS: dict[str, ShortRun] = {
     "short-amphista-own-heads": _amphista(own_lm_heads=True),
     "short-amphista-low-rank": _amphista(own_lm_heads=True, head_rank=64),
     "short-parallelspec": ShortRun("parallelspec"),
+    "short-parallelspec-5-masks": ShortRun("parallelspec", {"num_masks": 5}),
     "short-parallelspec-foreign": ShortRun("parallelspec", foreign=True),
     "short-falcon": _falcon(2),
     "short-falcon-3": _falcon(3),
