@@ -5,6 +5,9 @@ projections by outputs, so that every process has some of the heads; output and 
 a sum over processes; the LM head by outputs, gathered. So states and logits are whole on every process, keys and values
 are not: a process caches its own heads alone. Embedding and LM head, called as modules, take and give whole tensors.
 
+For training there is another way, with plans for no family: FSDP (`shard_layers_`) gives each process a part of every
+weight of the layers, and the whole of a layer while it runs. Heads, states and logits are then whole everywhere.
+
 Every process runs the same program: same prompts, same seeds, its own copy of the drafter. They must take the same
 decisions, or one would wait for ever for a sum that the others do not compute. Sums and gathers hand the same bits to
 all, and equal machines make equal choices from equal bits; but nothing promises that of a drafter on a GPU of another
@@ -13,6 +16,7 @@ are those of the first process, broadcast as a few hundred integers in one messa
 the last bit, the drafter's state and its laws, stays local and does no harm.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -21,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Sharding"]
+__all__ = ["Sharding", "shard_layers_"]
 
 T = TypeVar("T")
 
@@ -34,14 +38,16 @@ class Sharding:
         group: their process group.
         num_ranks: how many they are.
         num_kv_heads: KV heads of this process, in every layer.
+        is_gathered: every layer is whole while it runs (FSDP), and what is no layer always is.
     """
 
     group: Any
     num_ranks: int
     num_kv_heads: int
+    is_gathered: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, layers: nn.ModuleList, head_dim: int) -> "Sharding | None":
+    def of(cls, model: Any, layers: nn.ModuleList, head_dim: int) -> "Sharding | None":
         """How a model is sharded; None if all of it is here.
 
         Args:
@@ -54,7 +60,13 @@ class Sharding:
         """
         if not dist.is_available():
             return None
+        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
+
+        if any(isinstance(layer, FSDPModule) for layer in layers):
+            config = model.config.get_text_config(decoder=True)
+            num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            return cls(dist.group.WORLD, dist.get_world_size(), num_heads, is_gathered=True)
 
         sharded = next((parameter for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
         if sharded is None:
@@ -104,3 +116,23 @@ class Sharding:
         dist.broadcast(message, src=dist.get_global_rank(self.group, 0), group=self.group)
         parts = message.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def shard_layers_(model: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
+    """Give each process that torchrun started a part of every layer's weights, and put a model on its device.
+
+    Embedding, final norm and LM head, which drafters share, stay whole. All processes must call the model as often.
+
+    Args:
+        model: a frozen model, on the CPU, the same in all processes.
+        layers: its decoder layers.
+        device: this process's.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (int(os.environ.get("WORLD_SIZE", "1")),))
+    model.requires_grad_(False)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    model.to(device)

@@ -326,7 +326,8 @@ class Target:
 
     def _scores_of(self, inputs: dict[str, Any], columns: torch.Tensor | None) -> Scores:
         """Scores at these columns, or all, of what the model is given."""
-        if self.sharding is not None or not is_decoder_and_head(self.model):
+        is_split = self.sharding is not None and not self.sharding.is_gathered
+        if is_split or not is_decoder_and_head(self.model):
             return Scores.of(self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits)
         states = self.model.get_decoder()(**inputs)[0]
         return Scores(self.lm_heads, states if columns is None else states[:, columns])

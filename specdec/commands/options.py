@@ -127,8 +127,10 @@ def load_for_decoding(options: argparse.Namespace) -> "tuple[Target, Drafter, Pr
     return target, drafter, tokenizer
 
 
-def load_target(target: str, options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The target on its device, and its tokenizer."""
+def load_target(
+    target: str, options: argparse.Namespace, *, is_sharded: bool = False
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The target on its device, or its layers in parts over all processes, and its tokenizer."""
     import torch
 
     from specdec.bundled.load import load_model
@@ -137,7 +139,18 @@ def load_target(target: str, options: argparse.Namespace) -> "tuple[PreTrainedMo
     rank = os.environ.get("LOCAL_RANK", "0")  # set by torchrun
     device = options.device or (f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
-    return load_model(target, dtype=dtype, device=device)
+    if not is_sharded:
+        return load_model(target, dtype=dtype, device=device)
+    from specdec.models.target.families import decoder_layers
+    from specdec.models.target.sharding import shard_layers_
+
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "--target-sharding: expected several processes to share the target, got one; start with torchrun"
+        )
+    model, tokenizer = load_model(target, dtype=dtype, device="cpu")
+    shard_layers_(model, decoder_layers(model.get_decoder()), torch.device(device))
+    return model, tokenizer
 
 
 def bundled(target: str, drafter: str) -> str:

@@ -54,6 +54,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     setting = "a setting of the kind, such as num_heads=3; values are JSON or text; may be repeated"
     labels = "what drafters guess: the text, or the target's most probable token at each place (default: %(default)s)"
     keywords: dict[str, Any] = {"action": "append", "default": [], "metavar": "KEY=VALUE", "dest": "settings"}
+    sharding = "of the target's layers over the processes of torchrun: none, each has all, or fsdp, each has a part"
+    parser.add_argument("--target-sharding", choices=("none", "fsdp"), default="none", help=sharding)
     parser.add_argument("--data", type=Path, required=True, help=data)
     parser.add_argument("--held-out", help="texts to evaluate on: a file, or a part of the data (default: 0.05)")
     parser.add_argument("--output", type=Path, required=True, help="folder that receives the drafter")
@@ -83,7 +85,7 @@ def _train(options: argparse.Namespace) -> int:
     from specdec.training.runs.record import is_first_process
     from specdec.training.train import train_drafter
 
-    target, tokenizer = load_target(options.target, options)
+    target, tokenizer = load_target(options.target, options, is_sharded=options.target_sharding == "fsdp")
     held_out = 0.05 if options.held_out is None else _number(options.held_out)
     report = train_drafter(
         options.drafter,

@@ -55,8 +55,8 @@ class _DrafterTrainer(RecipeTrainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the base, with the measured acceptance length and acceptance by depth."""
         output = super().evaluation_loop(*args, **kwargs)
-        if self._prompts and self.is_world_process_zero():
-            training: TrainingStep = self.accelerator.unwrap_model(self.model)
+        training: TrainingStep = self.accelerator.unwrap_model(self.model)
+        if self._prompts and (self.is_world_process_zero() or training.target.sharding is not None):
             stats = probe_stats(training.objective, training.target, self._prompts, self._new_tokens, self._tree)
             output.metrics["eval_tau"] = stats.tau
             for depth, rate in enumerate(stats.acceptance_at_depth, start=1):
@@ -140,6 +140,7 @@ def train_drafter(
         prompts=probe_prompts(held_out, target.max_positions, probe),
         new_tokens=probe.new_tokens,
         tree=shape,
+        in_step=target.sharding is not None,
     )
     record["report"] = _report(metrics, objective)
     if is_first_process():

@@ -13,12 +13,14 @@ import torch
 
 from lib.families import build_model
 from lib.objectives import samples
+from specdec.models.target.sharding import shard_layers_
 from specdec.training.data import Texts
 from specdec.training.objectives.recipe import Run
 from specdec.training.runs import trainer
 from specdec.training.runs.probe import TauProbe
 from specdec.training.train import train_drafter
 
+PROBE = TauProbe(num_prompts=2, prompt_tokens=8, new_tokens=6)
 RUN = {"steps": 6, "batch_size": 4, "learning_rate": 1e-2, "eval_every": 2, "log_every": 1}
 
 
@@ -73,6 +75,11 @@ DEATHS = {"step": _die_in_step_5, "checkpoint": _die_in_checkpoint_4}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    changes = json.loads(sys.argv[3])
+    if changes.pop("sharded", False):
+        model = build_model("llama")
+        shard_layers_(model, model.model.layers, torch.device("cpu"))
+        changes |= {"model": model, "probe": PROBE}
     if sys.argv[2] in DEATHS:
         DEATHS[sys.argv[2]]()
-    train(Path(sys.argv[1]), **json.loads(sys.argv[3]))
+    train(Path(sys.argv[1]), **changes)

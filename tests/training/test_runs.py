@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from lib.families import build_model
-from lib.training_worker import train
+from lib.training_worker import PROBE, train
 from specdec.training.data import Sample
 from specdec.training.objectives.medusa import MedusaObjective
 from specdec.training.objectives.recipe import Recipe, Run
@@ -128,6 +128,17 @@ def test_two_processes_train_as_one(whole, tmp_path):
         assert {**theirs, "minutes": 0} == pytest.approx({**ours, "minutes": 0}, rel=1e-3)
     assert output[0].count("step 6 of 6: held out") == 1
     assert "step" not in output[1]
+
+
+def test_two_processes_share_a_target(tmp_path):
+    """Each has half of every layer; the losses and tau are those of the whole target."""
+    output = finish(start_two(tmp_path / "two", sharded=True, accumulate=2))
+    assert (tmp_path / "two" / "out").exists(), output
+    train(tmp_path / "one", probe=PROBE)
+    same_weights(weights(tmp_path / "one"), weights(tmp_path / "two"), atol=1e-5, rtol=1e-4)
+    one, two = (json.loads((tmp_path / name / "out" / "training.json").read_text()) for name in ("one", "two"))
+    assert two["report"] == pytest.approx(one["report"], rel=1e-4)
+    assert two["target"] == one["target"]
 
 
 # Memory

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +61,8 @@ class RecipeTrainer(Trainer):
         arguments: of transformers' Trainer.
         reading: how texts become batches.
         run: how many of them go through the model at a time, and how many places of each are learnt.
+        in_step: all processes call the model equally often, because they share weights of it. Passes that run out of
+            memory then end the run: another process would wait for this one.
         kwargs: further arguments of transformers' Trainer.
     """
 
@@ -72,12 +74,14 @@ class RecipeTrainer(Trainer):
         *,
         reading: Reading,
         run: Run,
+        in_step: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, arguments, data_collator=self._share, **kwargs)
         self.recipe = recipe
         self._reading, self._passes = reading, _passes(recipe, run, reading, self.args.world_size)
         self._most_learnt = math.inf if run.num_places is None else run.num_places
+        self._in_step = in_step
         self._parts: list[dict[str, torch.Tensor]] = []  # of the training loss, by step, of this process
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
@@ -136,12 +140,21 @@ class RecipeTrainer(Trainer):
         """Gradients of this process's part of the loss, and the values of that part."""
         model.zero_grad(set_to_none=True)  # of an attempt that ran out of memory
         losses, parts = [], dict[str, torch.Tensor]()
-        for items, weight in self._passes.split(share):
+        for items, weight in self._passes_of(share):
             values = self._losses(model, items)
             self.accelerator.backward(values["loss"] * weight)
             losses.append(values.pop("loss").detach() * weight)
             _add(parts, values, weight)
         return torch.stack(losses).sum(), parts
+
+    def _passes_of(self, share: Share) -> Iterable[tuple[list[Any], float]]:
+        """The passes of a share with their weights; if processes go in step, with some of weight zero at the end."""
+        if not self._in_step:
+            return self._passes.split(share)
+        passes = list(self._passes.split(share))
+        most = torch.tensor(len(passes), device=self.args.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return passes + [(passes[-1][0], 0.0)] * (int(most) - len(passes))
 
     def _losses(self, model: nn.Module, items: list[Any]) -> dict[str, torch.Tensor]:
         """The loss of one pass, checked, and its parts, detached."""
@@ -162,7 +175,7 @@ class RecipeTrainer(Trainer):
             try:
                 return run()
             except RuntimeError as error:
-                if not ran_out_of_memory(error):
+                if self._in_step or not ran_out_of_memory(error):
                     raise
                 if not self._passes.halve():
                     text = self._reading.num_tokens(self._passes.current[0])
@@ -199,7 +212,7 @@ class RecipeTrainer(Trainer):
 
         def evaluate() -> dict[str, torch.Tensor]:
             sums = dict[str, torch.Tensor]()
-            for items, weight in self._passes.split(inputs["share"]):
+            for items, weight in self._passes_of(inputs["share"]):
                 _add(sums, self._losses(model, items), weight)
             return sums
 
