@@ -97,6 +97,31 @@ class Literal:
         z = self.fuse(pairs)
         return [self.layer(z, max(position, 0)) for position in range(len(z) - self.k, len(z))]
 
+    def losses(self, shown, hidden, first=0):
+        """Regression, KL divergence and cross-entropy of every pair with a known answer that was not shown it.
+
+        Args:
+            shown: pairs that read their answer: the state k places on, and the target's most probable token after it.
+            hidden: [T, C] the target's states.
+            first: the first pair that is learnt.
+        """
+        pairs = list(self.pairs)
+        for pair in shown:
+            answer = hidden[pair + self.k]
+            pairs[pair] = (answer, int(self.model.lm_head(answer).argmax()))
+        z = self.fuse(pairs)
+        found = []
+        for pair in range(first, len(pairs) - self.k):
+            if pair in shown:
+                continue
+            end = (pair // self.k + 1) * self.k  # of its block
+            feature, guess = hidden[pair + self.k], self.layer(z[:end], pair)
+            p, q = self.model.lm_head(feature).softmax(0), self.model.lm_head(guess).softmax(0)
+            off = (feature - guess).abs()
+            smooth = torch.where(off < 1, off**2 / 2, off - 0.5).mean()
+            found.append((smooth, (p * (p / q).log()).sum(), -q[p.argmax()].log()))
+        return found
+
     def tokens(self, shape):
         """The token of every node, the root's left out."""
         found = {0: None}

@@ -164,7 +164,6 @@ DECAY, WIDTH = (
         ("falcon", {"soft_weight": -1.0}, "soft_weight: expected 0 to 1, got -1.0"),
         ("falcon", {"noise": -0.1}, "noise: expected at least 0, got -0.1"),
         ("falcon", {"distillation_weight": math.nan}, "distillation_weight: expected at least 0, got nan"),
-        ("falcon", {"glance": "random"}, "glance: expected 'run' or 'blocks', got 'random'"),
     ],
 )
 def test_bad_settings_are_named(kind, settings, message):
