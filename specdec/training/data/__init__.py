@@ -2,7 +2,8 @@
 
 From a file to what a drafter learns: `files.py` (rows with their places), `rows.py` (the form of a row),
 `conversations.py` (its turns), `chat_templates.py` (their text), `answers.py` (where in it the answers lie),
-`samples.py` (token ids with a mask), `reading.py` (all of it). `templates/` holds the chat templates that ship.
+`samples.py` (token ids with a mask), `reading.py` (all of it), `left_out.py` (what became of it), `token_cache.py`
+(once for all processes). `templates/` holds the chat templates that ship.
 """
 
 from specdec.training.data.files import data_hash

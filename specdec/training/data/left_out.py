@@ -1,12 +1,13 @@
-"""Rows of which nothing can be made: counted by reason, reported, and never a reason to stop."""
+"""What was made of a file; rows of which nothing can be made are counted by reason, and never a reason to stop."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specdec.training.data.samples import UnusableError
+from specdec.training.data.samples import Sample, UnusableError
 
-__all__ = ["LeftOut", "Reason"]
+__all__ = ["LeftOut", "Reading", "Reason"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,27 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.text} (the first at {self.place}{self.detail and ': '}{self.detail})"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was made of a file or data set.
+
+    Attributes:
+        samples: the texts that can be learnt from.
+        num_rows: all rows.
+        num_cut: texts that were cut off at the longest length.
+        num_answers: what assistants say in the conversations that can be learnt from, in turns.
+        num_hidden: those of them that the chat template does not show as they are, and that are not learnt.
+        left_out: what cannot be learnt from.
+    """
+
+    samples: Sequence[Sample]
+    num_rows: int
+    num_cut: int
+    num_answers: int
+    num_hidden: int
+    left_out: tuple[Reason, ...]
 
 
 class LeftOut:

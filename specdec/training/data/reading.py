@@ -6,24 +6,34 @@ name says is an error.
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
 from transformers import PreTrainedTokenizerBase
 
 from specdec.models.target.target import Target
 from specdec.training.data.answers import encode_conversation
 from specdec.training.data.chat_templates import ChatTemplate
 from specdec.training.data.files import rows_of
-from specdec.training.data.left_out import LeftOut, Reason
+from specdec.training.data.left_out import LeftOut, Reading
 from specdec.training.data.rows import PlainText, Row, TokenIds, parse_row
 from specdec.training.data.samples import MIN_TOKENS, Sample, UnusableError, masked, split_held_out
+from specdec.training.data.token_cache import cached_reading
 
-__all__ = ["Reading", "Texts", "read_samples", "read_texts"]
+__all__ = ["MAX_LENGTH", "Texts", "read_samples", "read_texts"]
 
 logger = logging.getLogger(__name__)
+
+MAX_LENGTH = 2048
+"""Tokens at which texts are cut off, if nobody says otherwise."""
+
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,7 @@ class Texts:
         source: a file, a data set of the hub (`owner/name:split`), or samples.
         held_out: as `source`, to evaluate on; or the part of `source` that is kept for it.
         tokenizer: the target's; not needed where files hold token ids.
-        max_length: tokens at which texts are cut off; by default 2048 or the target's context.
+        max_length: tokens at which texts are cut off; by default `MAX_LENGTH` or the target's context.
         chat_template: Jinja template for conversations; the tokenizer's own by default.
     """
 
@@ -50,7 +60,7 @@ class Texts:
         Raises:
             ValueError: bad limits, malformed files, or too few usable texts.
         """
-        longest = min(2048, target.max_positions) if self.max_length is None else self.max_length
+        longest = min(MAX_LENGTH, target.max_positions) if self.max_length is None else self.max_length
         if not 1 <= longest <= target.max_positions:
             raise ValueError(f"max_length: expected 1 to {target.max_positions}, the target's context, got {longest}")
 
@@ -72,27 +82,6 @@ class Texts:
         if not train or not held_out:
             raise ValueError(f"data: expected texts to train on and to hold out, got {len(train)} and {len(held_out)}")
         return train, held_out
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What was made of a file or data set.
-
-    Attributes:
-        samples: the texts that can be learnt from.
-        num_rows: all rows.
-        num_cut: texts that were cut off at the longest length.
-        num_answers: what assistants say in the conversations that can be learnt from, in turns.
-        num_hidden: those of them that the chat template does not show as they are, and that are not learnt.
-        left_out: what cannot be learnt from.
-    """
-
-    samples: Sequence[Sample]
-    num_rows: int
-    num_cut: int
-    num_answers: int
-    num_hidden: int
-    left_out: tuple[Reason, ...]
 
 
 def read_samples(
@@ -134,10 +123,25 @@ def read_texts(
     chat_template: str | None = None,
 ) -> Reading:
     """All usable texts of a file or data set, and what became of the others. Arguments and errors: `read_samples`."""
+
+    def read() -> Reading:
+        return _read_texts(source, tokenizer, max_length, vocab_size, chat_template)
+
+    limits = {"min_length": MIN_TOKENS, "max_length": max_length, "vocab_size": vocab_size}
+    return cached_reading(source, tokenizer, limits, chat_template, read)
+
+
+def _read_texts(
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_length: int,
+    vocab_size: int,
+    chat_template: str | None,
+) -> Reading:
     encoder = _Encoder(tokenizer, chat_template)
     left_out = LeftOut(source)
     samples, num_rows, num_cut, num_answers, num_hidden = [], 0, 0, 0, 0
-    for place, content in rows_of(source):
+    for place, content in _shown(rows_of(source), source):
         num_rows += 1
         try:
             sample, answers, hidden = encoder.sample(parse_row(content))
@@ -198,3 +202,17 @@ def _cut(sample: Sample, max_length: int, vocab_size: int) -> Sample:
     if not mask[2:].any():  # the first token that any drafter guesses is the one after the root
         raise UnusableError(f"with nothing to learn in the first {max_length} tokens")
     return Sample(tokens, mask)
+
+
+def _shown(rows: Iterator[tuple[str, Any]], source: str | Path) -> Iterator[tuple[str, Any]]:
+    """The rows, with their number so far on a terminal, or in a line now and then."""
+    console, last = Console(stderr=True), time.monotonic()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed} texts"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"reading {source}", total=None)
+        for count, row in enumerate(rows, start=1):
+            yield row
+            progress.advance(task)
+            if not console.is_terminal and time.monotonic() - last > _SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                console.print(f"reading {source}: {count} texts", soft_wrap=True)

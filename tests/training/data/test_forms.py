@@ -109,6 +109,7 @@ def test_parquet_reads_as_json_does():
 
 
 def test_a_data_set_of_the_hub_is_read_through_its_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEC_HOME", str(tmp_path))  # its tokens are kept in the user's cache
     calls = []
 
     class Library:
@@ -122,7 +123,11 @@ def test_a_data_set_of_the_hub_is_read_through_its_library(monkeypatch, tmp_path
     for source in ("some/thing", "some/thing:test[:10]", "some/thing/main:test"):
         (sample,) = read_samples(source, byte_tokenizer(), **settings)
         assert learnt(sample)[0].startswith(f"The {calls[-1][2]} of some/thing.")
-    assert calls == [("some/thing", None, "train"), ("some/thing", None, "test[:10]"), ("some/thing", "main", "test")]
+    assert list(dict.fromkeys(calls)) == [
+        ("some/thing", None, "train"),
+        ("some/thing", None, "test[:10]"),
+        ("some/thing", "main", "test"),
+    ]
 
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(RuntimeError, match=r"hub needs datasets: pip install 'specdec-triton\[data\]'"):
