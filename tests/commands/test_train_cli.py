@@ -117,3 +117,18 @@ def test_importing_the_package_and_asking_for_kinds_stays_quick():
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_options_of_a_run_reach_it(data, tmp_path, capsys):
+    options = ("--places", "4", "--candidates", "64", "--probe-prompts", "1", "--probe-new-tokens", "4")
+    assert train(tmp_path, data, "--drafter", "medusa", "--steps", "1", *options) == 0
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert (record["run"]["num_places"], record["run"]["num_candidates"]) == (4, 64)
+    assert record["probe"] == {"num_prompts": 1, "prompt_tokens": 256, "new_tokens": 4}
+    assert "step 1 of 1: held out" in capsys.readouterr().err
+
+
+def test_a_target_is_not_shared_by_one_process(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert train(tmp_path, data, "--drafter", "medusa", "--target-sharding", "fsdp") == 2
+    assert "--target-sharding: expected several processes" in capsys.readouterr().err
