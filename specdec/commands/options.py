@@ -120,10 +120,10 @@ def load_for_decoding(options: argparse.Namespace) -> "tuple[Target, Drafter, Pr
     for name, way in (("tree", "--tree"), ("source", "--drafter"), ("target", "--model")):
         if name in settings:
             raise ValueError(f"--drafter-set: expected a setting of the drafter, got {name}; {way} is for that")
+    source = bundled(options.model, options.drafter)  # a wrong name is told before the target is read
     model, tokenizer = load_target(options.model, options)
     target = Target(model)
-    tree = as_tree_option(options.tree)
-    drafter = load_drafter(bundled(options.model, options.drafter), target, tree=tree, **settings)
+    drafter = load_drafter(source, target, tree=as_tree_option(options.tree), **settings)
     return target, drafter, tokenizer
 
 
