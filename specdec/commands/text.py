@@ -21,7 +21,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str |
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "chat_template: expected one, which the tokenizer does not have, got None; "
-            "pass --chat-template FILE with the model's Jinja template"
+            "pass --chat-template with a name (chatml, llama2, vicuna) or the model's Jinja file"
         )
 
 
