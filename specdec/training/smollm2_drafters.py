@@ -71,13 +71,14 @@ def _drafter(
 
 
 SMOLLM2_DRAFTERS: dict[str, BundledDrafter] = {
+    # the first: it reads layers beside the last state, and the target reads the texts once for all of them
+    "eagle3": _drafter("eagle3", 1e-3, _DEEP_TREE, {"draft_vocab_size": 8192, "num_unrolled": 4}),
     "medusa": _drafter("medusa", 1e-3, _HEAD_TREE, _HEADS),
     "hydra": _drafter("hydra", 1e-3, _HEAD_TREE, _HEADS),
     "hydra++": _drafter("hydra++", 1e-3, _HEAD_TREE, {**_HEADS, "shared_tail": True, "dropout": 0.0}),
     "amphista": _drafter("amphista", 1e-3, _HEAD_TREE, {"num_heads": 4, "own_lm_heads": False}),
     "amphista_low_rank": _drafter("amphista", 1e-3, _HEAD_TREE, {"num_heads": 4, "head_rank": 64}),
     "eagle": _drafter("eagle", 1e-3, _DEEP_TREE, {}),
-    "eagle3": _drafter("eagle3", 1e-3, _DEEP_TREE, {"draft_vocab_size": 8192, "num_unrolled": 4}),
     "parallelspec": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "eagle", "num_masks": 3}, eagle="eagle"),
     "parallelspec_medusa": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "medusa", "num_masks": 3}),
     "falcon": _drafter("falcon", 1e-3, _DEEP_TREE, {"block_size": 2, "lstm_dropout": 0.0}),
