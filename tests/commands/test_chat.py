@@ -146,7 +146,7 @@ def test_answers_end_with_the_context_and_a_full_one_is_said():
 
 
 def test_a_tokenizer_without_a_template_is_refused_with_the_way_out(capsys):
-    with pytest.raises(ValueError, match="chat_template: expected one.*--chat-template FILE"):
+    with pytest.raises(ValueError, match="chat_template: expected one.*--chat-template with a name"):
         make_chat(chat_template=None)
     assert main(["chat", "--model", "tiny"]) == 2
     assert "--chat-template FILE" in capsys.readouterr().err
