@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -62,7 +62,12 @@ class Target:
         TypeError: `model` is no transformers model.
         ValueError: an encoder-decoder model, a model without LM head, on several devices, or with tap layers it lacks.
         NotImplementedError: a family whose attention our hook cannot reproduce.
+
+    Attributes:
+        cached_layers: layers whose keys and values a cache holds; None for all.
     """
+
+    cached_layers: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -122,7 +127,7 @@ class Target:
         It is on the model's device; on "meta" it takes no memory and tells its size.
         """
         return KVCache(
-            num_layers=self.num_layers,
+            num_layers=self.num_layers if self.cached_layers is None else self.cached_layers,
             batch_size=batch_size,
             capacity=capacity,
             num_kv_heads=self.num_kv_heads,

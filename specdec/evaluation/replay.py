@@ -167,6 +167,8 @@ class RecordedTarget(Target):
         recording: of that target.
     """
 
+    cached_layers = 0  # a cache tells only how much of each row was committed
+
     def __init__(self, target: Target, recording: Recording) -> None:
         super().__init__(target.model, tap_layers=recording.tap_layers, backend=target.backend, fused=False)
         self.recording = recording
@@ -185,19 +187,6 @@ class RecordedTarget(Target):
                 "drafter to the target before the recording is made"
             )
         return super().tap(layers)
-
-    def new_cache(self, batch_size: int, capacity: int, device: torch.device | None = None) -> KVCache:
-        """A cache of no layers: only how much of each row was committed."""
-        return KVCache(
-            num_layers=0,
-            batch_size=batch_size,
-            capacity=capacity,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            device=self.device if device is None else device,
-            backend=self.backend,
-        )
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """What is learnt from one text: its token ids, and which of them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, overload
@@ -7,7 +8,7 @@ from typing import TypeAlias, overload
 import torch
 
 __all__ = ["MIN_TOKENS", "Collate", "Sample", "Samples", "UnusableError", "collate", "masked", "split_held_out"]
-__all__ += ["token_counts"]
+__all__ += ["SampleSequence", "token_counts"]
 
 Collate: TypeAlias = "Callable[[Sequence[Sample]], dict[str, torch.Tensor]]"
 """Makes a batch of texts."""
@@ -69,7 +70,25 @@ def masked(tokens: Sequence[int], spans: Iterable[tuple[int, int]]) -> Sample:
     return Sample(torch.tensor(tokens, dtype=torch.int64), mask)
 
 
-class _Chosen(Sequence[Sample]):
+class SampleSequence(Sequence[Sample], ABC):
+    """Samples that are made, or fetched from a file, one at a time; a slice fetches none."""
+
+    @abstractmethod
+    def at(self, place: int) -> Sample:
+        """The sample at a place from 0 to below the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        places = range(len(self))[index]
+        return self.at(places) if isinstance(places, int) else _Chosen(self, places)
+
+
+class _Chosen(SampleSequence):
     """Some of other samples, which stay where they are: on disk, where that is so."""
 
     def __init__(self, samples: Sequence[Sample], places: Sequence[int]) -> None:
@@ -79,16 +98,8 @@ class _Chosen(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return _Chosen(self._samples, self._places[index])
-        return self._samples[self._places[index]]
+    def at(self, place: int) -> Sample:
+        return self._samples[self._places[place]]
 
 
 def split_held_out(samples: Sequence[Sample], fraction: float, seed: int) -> tuple[Sequence[Sample], Sequence[Sample]]:

@@ -14,11 +14,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import overload
 
 import torch
 import transformers
@@ -30,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.common.files import cache_folder, replace_file
 from specdec.training.data.files import data_hash, hub_name
 from specdec.training.data.left_out import Reading, Reason
-from specdec.training.data.samples import Sample
+from specdec.training.data.samples import Sample, SampleSequence
 
 __all__ = ["CACHED_BYTES", "cached_reading"]
 
@@ -43,7 +42,7 @@ _FORMAT = 1  # to be raised when other tokens or masks are made of the same data
 _ENDING = ".tokens"
 
 
-class _StoredSamples(Sequence[Sample]):
+class _StoredSamples(SampleSequence):
     """Samples in a file that is mapped into memory."""
 
     def __init__(self, tokens: torch.Tensor, loss_mask: torch.Tensor, ends: list[int]) -> None:
@@ -54,16 +53,7 @@ class _StoredSamples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
+    def at(self, place: int) -> Sample:
         span = slice(self._ends[place - 1] if place else 0, self._ends[place])
         return Sample(self._tokens[span].to(torch.int64), self._loss_mask[span].clone())
 
