@@ -74,6 +74,8 @@ def test_a_step_of_some_places_and_candidates_trains_and_an_evaluation_has_all(n
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in objective.parameters())
     assert all(parameter.grad is None for parameter in model.parameters()), "the target is frozen"
     whole = TrainingStep(objective, Target(model), labels, Run(), torch.arange(8))
+    whole(tokens, mask)["loss"].backward()
+    assert all(parameter.grad is None for parameter in model.parameters()), "the target is frozen"
     torch.testing.assert_close(step.eval()(tokens, mask)["loss"], whole.eval()(tokens, mask)["loss"])
 
 
