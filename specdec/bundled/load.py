@@ -18,11 +18,12 @@ from transformers import (
 
 from specdec.bundled.chat_model import SMOLLM2, model_folder
 
-__all__ = ["NAMED_MODELS", "TINY_FOLDER", "bundled_drafter", "bundled_drafters", "load_model", "load_tiny"]
-__all__ += ["source_of", "tiny_drafter"]
+__all__ = ["NAMED_MODELS", "SMOLLM2_FOLDER", "TINY_FOLDER", "bundled_drafter", "bundled_drafters", "load_model"]
+__all__ += ["load_tiny", "source_of", "tiny_drafter"]
 
 _FOLDER = Path(__file__).parent
 TINY_FOLDER = _FOLDER / "tiny"
+SMOLLM2_FOLDER = _FOLDER / "smollm2"
 
 NAMED_MODELS = ("tiny", SMOLLM2.name)
 """Targets that go by a name."""

@@ -17,7 +17,7 @@ __all__ = ["add_to"]
 def add_to(commands: "Commands") -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("train-smollm2", help="train the drafters of the chat model smollm2")
-    data = "texts to learn from, as for train (default: OUTPUT/texts.jsonl, which the model then writes)"
+    data = "texts to learn from, as for train (default: those that ship, a million tokens that the model wrote)"
     work_dir = "checkpoints and the target's states; a run started again resumes (default: OUTPUT/work)"
     parser.add_argument("--output", type=Path, required=True, help="folder that receives a folder per drafter")
     parser.add_argument("--work-dir", type=Path, help=work_dir)

@@ -17,7 +17,7 @@ import torch
 
 from specdec.common.checks import check_at_least
 
-__all__ = ["Interval", "Sign", "Verdict", "mean_of", "per_prompt", "ratio_interval", "verdict_of"]
+__all__ = ["Interval", "Sign", "Verdict", "mean_interval", "mean_of", "per_prompt", "ratio_interval", "verdict_of"]
 
 Sign: TypeAlias = Literal["more", "less", "equal"]
 Verdict: TypeAlias = Literal["reproduced", "not reproduced", "undecided"]
@@ -74,6 +74,12 @@ def ratio_interval(ours: torch.Tensor, theirs: torch.Tensor, *, num_draws: int =
     ratios = _drawn_means(ours, prompts, generator) / _drawn_means(theirs, prompts, generator)
     low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(mean_of(ours) / mean_of(theirs), low, high)
+
+
+def mean_interval(counts: torch.Tensor, *, num_draws: int = 10_000, seed: int = 0) -> Interval:
+    """The mean of one arm, with its interval over prompts (and seeds). Arguments and errors: `ratio_interval`."""
+    ones = torch.ones(1, counts.shape[1], 2) if counts.ndim == 3 else counts
+    return ratio_interval(counts, ones, num_draws=num_draws, seed=seed)
 
 
 def verdict_of(sign: Sign, interval: Interval, *, margin: float = 0.02) -> Verdict:

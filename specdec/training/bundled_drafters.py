@@ -14,10 +14,15 @@ from rich import box
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from specdec.drafters.load import load_drafter
+from specdec.drafting.folder import TREE
 from specdec.models.target.target import Target
-from specdec.training.data import Texts
+from specdec.training.data import Sample, Texts
+from specdec.training.grown_tree import grown_tree
 from specdec.training.objectives.recipe import Run
 from specdec.training.runs.probe import TauProbe
+from specdec.training.runs.record import is_first_process
+from specdec.training.states import StateStore
 from specdec.training.train import Labels, train_drafter
 from specdec.trees.shape import TreeShape
 
@@ -38,6 +43,8 @@ class BundledDrafter:
         eagle: the drafter, by its name in the same folder, that the training of this one begins with.
         labels: what it should guess, as for `train_drafter`.
         run: further fields of its `Run`.
+        grown: nodes and depth of a tree that is grown for it after its training, on held-out texts, and saved in place
+            of `paths`; None to keep these.
     """
 
     kind: str
@@ -49,6 +56,7 @@ class BundledDrafter:
     eagle: str | None = None
     labels: Labels = "target"
     run: Mapping[str, Any] = field(default_factory=dict)
+    grown: tuple[int, int] | None = None
 
 
 def missing_parts(parts: Sequence[str], only: Sequence[str] | None, output: Path) -> list[str]:
@@ -91,7 +99,11 @@ def train_bundled_drafter(
 
     Raises:
         FileNotFoundError: the drafter that this one begins with is not there.
+        ValueError: a tree to be grown and no `states`.
     """
+    if recipe.grown is not None and states is None:
+        raise ValueError("states: expected a folder, as the tree is grown on what it keeps, got None")
+    target = target if isinstance(target, Target) else Target(target)
     settings = dict(recipe.settings)
     if recipe.eagle is not None:
         head = output.parent / recipe.eagle
@@ -110,7 +122,7 @@ def train_bundled_drafter(
         "seed": seed,
         "mixed_precision": True,
     }
-    return train_drafter(
+    report = train_drafter(
         recipe.kind,
         target,
         texts,
@@ -125,6 +137,19 @@ def train_bundled_drafter(
         dtype=torch.float16,
         states=states,
     )
+    if recipe.grown is not None and states is not None and is_first_process():
+        _grow(recipe.grown, target, output, texts.read(target, seed)[1], states)
+    return report
+
+
+def _grow(sizes: tuple[int, int], target: Target, folder: Path, held_out: Sequence[Sample], states: Path) -> None:
+    """Give a saved drafter the tree that grows on held-out texts."""
+    drafter = load_drafter(folder, target)
+    drafter.bind(target)
+    store = StateStore(states, target, target.tap_layers)
+    store.read(held_out)
+    num_nodes, depth = sizes
+    grown_tree(target, drafter, store, held_out, num_nodes=num_nodes, depth=depth).save(folder / TREE)
 
 
 def drafters_table(folder: Path, names: Iterable[str], title: str) -> Table:

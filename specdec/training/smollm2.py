@@ -1,18 +1,21 @@
-"""`specdec train-smollm2`: the texts of the chat model, then its drafters, in one resumable run."""
+"""`specdec train-smollm2`: the drafters of the chat model, in one resumable run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.bundled.load import SMOLLM2_FOLDER
 from specdec.models.target.target import Target
 from specdec.training.bundled_drafters import BundledDrafter, missing_parts, train_bundled_drafter
 from specdec.training.data import Texts
-from specdec.training.distill import SelfPrompts, distill
 from specdec.training.runs.probe import TauProbe
-from specdec.training.smollm2_drafters import SMOLLM2_DRAFTERS, Smollm2Texts
+from specdec.training.smollm2_drafters import SMOLLM2_DRAFTERS
 
-__all__ = ["train_smollm2"]
+__all__ = ["SMOLLM2_TEXTS", "train_smollm2"]
+
+SMOLLM2_TEXTS = SMOLLM2_FOLDER / "texts.jsonl.gz"
+"""A million tokens that the target wrote; docs/training.md says about what, and how others are written."""
 
 
 def train_smollm2(
@@ -23,8 +26,10 @@ def train_smollm2(
     *,
     only: Sequence[str] | None = None,
     data: Path | None = None,
-    texts_recipe: Smollm2Texts | None = None,
     drafters: Mapping[str, BundledDrafter] = SMOLLM2_DRAFTERS,
+    max_length: int = 320,
+    held_out: float = 0.02,
+    seed: int = 0,
     probe: TauProbe | None = None,
 ) -> dict[str, dict[str, float]]:
     """Train the drafters of the chat model that are not in `output` yet; delete the folder of one to redo it.
@@ -32,14 +37,15 @@ def train_smollm2(
     Args:
         model: the target, in float32 or bfloat16.
         tokenizer: its tokenizer.
-        output: receives a folder per drafter, each in one step once it is done, and `texts.jsonl`.
+        output: receives a folder per drafter, each in one step once it is done.
         work_dir: checkpoints, and what the target says about the texts, which all drafters share; a run that was
             stopped goes on from them.
         only: drafters to train, by name; all by default.
-        data: texts to learn from, as for `specdec train`; by default the target writes them, about questions that it
-            asks itself, to `output/texts.jsonl`.
-        texts_recipe: how much it writes, and how texts are read.
+        data: texts to learn from, as for `specdec train`; by default those that ship, which the target wrote.
         drafters: how the drafters are made.
+        max_length: tokens at which texts are cut off.
+        held_out: part of the texts that is evaluated on.
+        seed: of what is held out, of the order of the texts and of all noise.
         probe: how tau is measured.
 
     Returns:
@@ -54,22 +60,11 @@ def train_smollm2(
         return {}
     if data is not None and not data.exists():
         raise FileNotFoundError(f"data: expected a file of texts, got {data}, which is not there")
-    target, amount = Target(model), Smollm2Texts() if texts_recipe is None else texts_recipe
-    if data is None:
-        data = output / "texts.jsonl"
-        distill(
-            target,
-            tokenizer,
-            None,
-            data,
-            self_prompts=SelfPrompts(amount.num_prompts),
-            max_new_tokens=amount.max_new_tokens,
-            temperatures=amount.temperatures,
-            batch_size=amount.batch_size,
-            seed=amount.seed,
-        )
-    texts = Texts(data, amount.held_out, tokenizer, amount.max_length)
-    probe = TauProbe(num_prompts=16, new_tokens=64) if probe is None else probe
+    target = Target(model)
+    # texts that ship are token ids, of which nothing is to be kept beside them
+    source, words = (SMOLLM2_TEXTS, None) if data is None else (data, tokenizer)
+    texts = Texts(source, held_out, words, max_length)
+    probe = TauProbe(num_prompts=8, new_tokens=48) if probe is None else probe
     reports = {}
     for name in wanted:
         reports[name] = train_bundled_drafter(
@@ -80,6 +75,6 @@ def train_smollm2(
             work_dir / name,
             probe=probe,
             states=work_dir / "states",
-            seed=amount.seed,
+            seed=seed,
         )
     return reports

@@ -39,6 +39,7 @@ class _Guide(AcceptanceRule):
     """
 
     name: ClassVar[str] = "guide"
+    needs_logits: ClassVar[bool] = False
 
     def __init__(self, texts: torch.Tensor, depth: int, proposes: torch.Tensor | None) -> None:
         self._texts = torch.nn.functional.pad(texts, (0, depth + 1), value=-1)

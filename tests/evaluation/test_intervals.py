@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from specdec.evaluation.intervals import Interval, mean_of, per_prompt, ratio_interval, verdict_of
+from specdec.evaluation.intervals import Interval, mean_interval, mean_of, per_prompt, ratio_interval, verdict_of
 
 
 def arm(tokens, steps):
@@ -99,3 +99,12 @@ def test_counts_that_do_not_fit_are_refused():
         ratio_interval(counts[0], counts)
     with pytest.raises(ValueError, match="ours: expected at least 2 prompts, got 1"):
         ratio_interval(counts[:, :1], counts[:, :1])
+
+
+def test_the_interval_of_one_mean_is_that_of_its_draws():
+    counts = torch.tensor([[[2.0, 1.0], [4.0, 1.0], [6.0, 4.0]]])
+    found = mean_interval(counts, num_draws=4000)
+    assert found.value == 12 / 6
+    # of 27 draws one in 27 takes the second prompt alone, which is the largest mean, and one the third alone
+    assert (found.low, found.high) == (1.5, 4.0)
+    assert mean_interval(counts.expand(2, -1, -1)).value == 2

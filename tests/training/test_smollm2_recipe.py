@@ -1,5 +1,6 @@
 """The chat model's drafters in miniature: the table is sound, each part is trained once, and what is there stays."""
 
+import gzip
 import io
 import json
 
@@ -15,11 +16,15 @@ from specdec.commands.cli import main
 from specdec.models.target.target import Target
 from specdec.training import smollm2
 from specdec.training.bundled_drafters import BundledDrafter, drafters_table
+from specdec.training.data import Sample
+from specdec.training.grown_tree import grown_tree
 from specdec.training.kinds import TRAINABLE_KINDS, objective_class, training_settings
 from specdec.training.runs.probe import TauProbe
 from specdec.training.smollm2 import train_smollm2
-from specdec.training.smollm2_drafters import SMOLLM2_DRAFTERS, Smollm2Texts
+from specdec.training.smollm2_drafters import SMOLLM2_DRAFTERS
 from specdec.training.states import StateStore
+from specdec.tuning.growth import grow
+from specdec.tuning.ranks import rank_texts
 
 pytest.importorskip("accelerate")
 
@@ -29,7 +34,6 @@ DRAFTERS = {
     "head": BundledDrafter("eagle", 3, 2e-3, SHAPE, {}, 4),
     "parallel": BundledDrafter("parallelspec", 3, 1e-9, None, {"num_masks": 1}, 4, eagle="head"),
 }
-TEXTS = Smollm2Texts(num_prompts=5, max_new_tokens=9, batch_size=2, max_length=20, held_out=0.2)
 PROBE = TauProbe(num_prompts=2, new_tokens=4)
 
 
@@ -40,7 +44,7 @@ def write_texts(file, count=20):
 
 
 def train_miniature(folder, **kwargs):
-    arguments = {"texts_recipe": TEXTS, "drafters": DRAFTERS, "probe": PROBE, **kwargs}
+    arguments = {"max_length": 20, "held_out": 0.2, "drafters": DRAFTERS, "probe": PROBE, **kwargs}
     return train_smollm2(build_model("llama"), None, folder / "out", folder / "work", **arguments)
 
 
@@ -104,25 +108,43 @@ def test_parts_are_trained_once_and_share_what_the_target_says(tmp_path, monkeyp
     assert rows["heads"][4] == f"{train_report(tmp_path / 'out/heads')['tau']:.2f}"
 
 
+def test_a_tree_grows_on_the_held_out_answers_that_are_greedy(tmp_path, generator):
+    """As `specdec tune --grow` does with the same prompts, where the target decodes."""
+    model = build_model("llama")
+    target = Target(model)
+    prompts = [torch.randint(3, 96, (int(length),), generator=generator) for length in torch.randint(2, 7, (12,))]
+    answers = [specdec.generate(model, None, prompt[None], max_new_tokens=16)[0, len(prompt) :] for prompt in prompts]
+    lines = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) == 16]
+    for row in (1, 3):  # sampled ones
+        lines[row][1][5] += 1
+    texts = [Sample(torch.cat(line), torch.arange(len(line[0]) + 16) >= len(line[0])) for line in lines]
+    store = StateStore(tmp_path / "states", target, (0, 1, 2))
+    store.read(texts)
+    objective = objective_class("eagle3").new(target, version=3, tap_layers=(0, 1, 2))
+    drafter = objective.drafter(specdec.TreeShape.from_paths(SHAPE))
+    drafter.bind(target)
+    shape = grown_tree(target, drafter, store, texts, num_nodes=9, depth=3, num_tokens=12, batch_size=4)
+
+    greedy = [line for row, line in enumerate(lines) if row not in (1, 3)]
+    ranks = rank_texts(target, drafter, [a for a, _ in greedy], [b[:12].tolist() for _, b in greedy], 3)
+    expected = grow(ranks, 9)
+    assert shape == expected.tree(len(expected.tau))
+    with pytest.raises(ValueError, match="samples: expected greedy answers of 17 tokens, got none in "):
+        grown_tree(target, drafter, store, texts, num_nodes=9, depth=3, num_tokens=17)
+
+
 def train_report(folder):
     return json.loads((folder / "training.json").read_text())["report"]
 
 
-def test_without_data_the_target_writes_about_its_own_questions(tmp_path, monkeypatch):
-    asked = []
-
-    def write(target, tokenizer, data, output, **settings):
-        asked.append((data, settings))
-        output.parent.mkdir()
-        write_texts(output)
-
-    monkeypatch.setattr(smollm2, "distill", write)
-    assert set(train_miniature(tmp_path, only=["heads"])) == {"heads"}
-    [(data, settings)] = asked
-    assert data is None
-    assert settings["self_prompts"].count == 5
-    assert (settings["max_new_tokens"], settings["batch_size"], settings["temperatures"]) == (9, 2, (0.0, 0.8))
-    assert (tmp_path / "out/texts.jsonl").exists()
+def test_without_data_the_texts_that_ship_are_read(tmp_path, monkeypatch):
+    packed = tmp_path / "texts.jsonl.gz"
+    packed.write_bytes(gzip.compress(write_texts(tmp_path / "texts.jsonl").read_bytes()))
+    monkeypatch.setattr(smollm2, "SMOLLM2_TEXTS", packed)
+    train_miniature(tmp_path, only=["heads"])
+    train_miniature(tmp_path / "given", data=tmp_path / "texts.jsonl", only=["heads"])
+    file = "out/heads/model.safetensors"
+    assert (tmp_path / file).read_bytes() == (tmp_path / "given" / file).read_bytes()
 
 
 def test_the_command_trains_what_is_missing_and_shows_all(tmp_path, monkeypatch, capsys):

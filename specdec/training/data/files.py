@@ -6,11 +6,13 @@ has the name of a data set, `owner/name`, comes from the hub: `owner/name:split`
 configuration as `owner/name/configuration:split`.
 """
 
+import gzip
 import hashlib
 import importlib
 import json
 import pickle
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,8 +81,9 @@ def _file(source: str | Path) -> Path:
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Rows of a file of JSON lines, of which empty ones are skipped, or of one JSON array."""
+    compressed = path.suffix == ".gz"
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with (gzip.open if compressed else open)(path, "rt", encoding="utf-8-sig") as file:
             lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
             for first, (number, line) in enumerate(lines):
                 if first == 0 and line.lstrip().startswith("["):
@@ -90,6 +93,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
                 yield f":{number}", _object(line, path, number)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected a file of UTF-8 text, got {error}") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: expected a whole gzip file, got {error}") from error
 
 
 def _object(line: str, path: Path, number: int) -> Row:

@@ -1,5 +1,6 @@
 """Data as people have it: every form is read, its answers are what is learnt, and what is odd is counted out."""
 
+import gzip
 import json
 
 import pytest
@@ -162,3 +163,17 @@ def test_a_file_that_is_not_what_it_seems_is_an_error_with_its_place(content, ma
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(ValueError, match="data: expected a file, got the folder"):
         read_samples(tmp_path, byte_tokenizer(), max_length=99, vocab_size=320)
+
+
+def test_a_compressed_file_reads_as_it_is_without_compression(tmp_path):
+    for name in ("sharegpt.json", "openai.jsonl"):
+        packed = tmp_path / f"{name}.gz"
+        packed.write_bytes(gzip.compress((SAMPLES / name).read_bytes()))
+        plain, reading = read(name), read(packed)
+        assert [sample.tokens.tolist() for sample in reading.samples] == [one.tokens.tolist() for one in plain.samples]
+        assert [str(part) for part in reading.left_out] == [str(part) for part in plain.left_out]
+    whole = (tmp_path / "openai.jsonl.gz").read_bytes()
+    for broken in (whole[: len(whole) // 2], b"{}\n", whole[:20] + bytes(20) + whole[40:]):
+        packed.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"openai\.jsonl\.gz: expected a whole gzip file, got "):
+            read(packed)

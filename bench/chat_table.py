@@ -1,0 +1,220 @@
+"""What the chat model's drafters accept on real prompts, and whether their texts are those of plain decoding.
+
+    python -m specdec.bench.chat_table --drafters FOLDER --prompts question.jsonl --output RECORDS
+    python -m specdec.bench.chat_table --table RECORDS
+
+The first command measures every drafter in FOLDER, each with the tree it was saved with, and prompt lookup: acceptance
+length at T = 0 (on a recording of plain decoding) and at T = 1 (decoded; by rejection, and without a law by the naive
+rule), and the texts at T = 0, decoded with a small tree, against plain ones. It goes on where it stopped. The second
+prints the table in docs/drafters/README.md.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.bench.claims.arms import Arm, Bench, Counts, Sizes
+from specdec.bench.common.journal import Journal, ended
+from specdec.bench.common.provenance import provenance, read_records
+from specdec.bench.common.tables import table
+from specdec.commands.options import load_target
+from specdec.drafters.load import load_drafter
+from specdec.drafting.base import Drafter
+from specdec.evaluation.checking import Divergence, first_divergence
+from specdec.evaluation.intervals import Interval, mean_interval
+from specdec.evaluation.prompts import evenly, first_turns, read_questions
+from specdec.evaluation.replay import Recording, record
+from specdec.loop.decoder import Decoder
+from specdec.loop.rules import Naive, Rejection
+from specdec.models.target.target import Target
+from specdec.trees.shape import TreeShape
+
+__all__ = ["chat_table", "differing_texts", "main"]
+
+_WITHOUT_WEIGHTS = "prompt_lookup"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure what is due, or print the table; returns the exit status."""
+    options = _options(arguments)
+    if options.table is not None:
+        print(chat_table(options.table), end="")
+        return 0
+    model, tokenizer = load_target(options.model, options)
+    target = Target(model)
+    prompts = first_turns(evenly(read_questions(options.prompts), options.num_prompts), tokenizer)
+    stop = model.generation_config.eos_token_id
+    names = [_WITHOUT_WEIGHTS, *sorted(path.parent.name for path in options.drafters.glob("*/training.json"))]
+    rules = {name: Naive() if name == _WITHOUT_WEIGHTS else Rejection() for name in names}
+    arms = {name: (Arm(name, None), Arm(name, None, rule, 1.0)) for name, rule in rules.items()}
+    sizes = Sizes(
+        num_new_tokens=options.num_new_tokens,
+        num_sampled_prompts=options.num_sampled_prompts,
+        num_sampled_tokens=options.num_sampled_tokens,
+        batch_size=options.batch_size,
+    )
+
+    def recording(bench: Bench) -> Recording:
+        file = options.output.with_suffix(f".{'-'.join(map(str, bench.target.tap_layers)) or 'none'}.recording.pt")
+        if not file.exists():
+            record(
+                target,
+                prompts,
+                sizes.num_new_tokens,
+                stop_tokens=bench.stop_tokens,
+                batch_size=4 * sizes.batch_size,
+                on_progress=lambda done: print(f"recording: {done} of {len(prompts)} prompts", flush=True),
+            ).save(file)
+        return Recording.load(file)
+
+    both = [arm for pair in arms.values() for arm in pair]
+    bench = Bench(target, prompts, (stop,), options.drafters, sizes, both, recording)
+    setup = {"prompts": f"{options.prompts.parent.name}/{options.prompts.name}", "num_prompts": len(prompts)}
+    setup |= {"model": options.model, "dtype": str(model.dtype).removeprefix("torch.")}
+    setup |= {"num_new_tokens": sizes.num_new_tokens, "num_sampled_tokens": sizes.num_sampled_tokens}
+    journal = Journal(options.output, resume=True)
+    for name, (greedy, sampled) in arms.items():
+        for arm in (greedy, sampled):
+            _cell(journal, str(arm), {**setup, "drafter": name, **_size(options, target, name)}, bench, arm)
+        if journal.is_due(cell := f"{name}: texts"):
+            journal.begin(cell)
+            begin = time.perf_counter()
+            drafter, tokens = _checked(options, target, name), options.num_checked_tokens
+            different = differing_texts(target, drafter, bench.recorded.recording, tokens, sizes.batch_size)
+            told = {"num_identical": len(prompts) - len(different), "different": [str(one) for one in different]}
+            told |= {"figure": "texts", "num_checked_tokens": tokens, "checked_tree": list(options.checked_tree)}
+            journal.end(cell, {**setup, "drafter": name, **told, **_closing(begin)})
+            print(f"{cell}: {told['num_identical']} of {len(prompts)} identical", flush=True)
+    print(chat_table(options.output), end="")
+    return 0
+
+
+def chat_table(records: Path) -> str:
+    """Markdown: a row per drafter, in the order of their acceptance length at T = 0.
+
+    Args:
+        records: JSON lines.
+    """
+    arms: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for one in ended(read_records(records)):
+        if "figure" in one:
+            arms.setdefault(one["drafter"], {})[one["figure"]] = one
+    rows = []
+    for name, found in sorted(arms.items(), key=lambda pair: _interval(pair[1].get("T = 0")).value):
+        texts = found.get("texts")
+        rows.append(
+            {
+                "drafter": f"`{name}`",
+                "parameters": f"{found['T = 0']['num_parameters'] / 1e6:.1f} M" if "T = 0" in found else "-",
+                "tree": str(found["T = 0"]["num_nodes"]) if "T = 0" in found else "-",
+                "tau, T = 0": _printed(found.get("T = 0")),
+                "tau, T = 1": _printed(found.get("T = 1")),
+                "texts as plain": "-" if texts is None else f"{texts['num_identical']} of {texts['num_prompts']}",
+            }
+        )
+    return table(rows)
+
+
+def differing_texts(
+    target: Target, drafter: Drafter, recording: Recording, num_tokens: int, batch_size: int
+) -> list[Divergence]:
+    """Decode the recorded prompts greedily, in batches, and compare the texts with those of plain decoding.
+
+    Args:
+        target: what was recorded.
+        drafter: loaded for it.
+        recording: of plain decoding.
+        num_tokens: new tokens of each text that are compared.
+        batch_size: prompts at a time.
+    """
+    decoder, found = Decoder(target, drafter), []
+    for first in range(0, len(recording.texts), batch_size):
+        texts = recording.texts[first : first + batch_size]
+        prompts = [text.prompt for text in texts]
+        got = decoder.decode(prompts, num_tokens, stop_tokens=recording.stop_tokens).tokens
+        for index, (text, tokens) in enumerate(zip(texts, got, strict=True), start=first):
+            found.append(first_divergence(target, text.prompt, text.new[:num_tokens].tolist(), tokens, index=index))
+    return [one for one in found if one is not None]
+
+
+def _cell(journal: Journal, name: str, record: Mapping[str, Any], bench: Bench, arm: Arm) -> None:
+    """Measure an arm if it is due."""
+    if not journal.is_due(name):
+        return
+    journal.begin(name)
+    begin = time.perf_counter()
+    counts = bench.measure(arm, arm.drafter)
+    figures = {"figure": f"T = {arm.temperature:g}", "counts": [[place, *pair] for place, pair in counts.items()]}
+    journal.end(name, {**record, **figures, **_closing(begin)})
+    print(f"{name}: {_of(counts)}, {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def _checked(options: argparse.Namespace, target: Target, name: str) -> Drafter:
+    """A drafter with the small tree that texts are compared with."""
+    if name == _WITHOUT_WEIGHTS:
+        return load_drafter(name, target)
+    return load_drafter(options.drafters / name, target, tree=TreeShape.from_k_config(options.checked_tree))
+
+
+def _size(options: argparse.Namespace, target: Target, name: str) -> dict[str, int]:
+    """Parameters of a drafter, and nodes of its tree, the root counted."""
+    if name == _WITHOUT_WEIGHTS:
+        return {"num_parameters": 0, "num_nodes": load_drafter(name, target).shape.num_nodes}
+    report = json.loads((options.drafters / name / "training.json").read_text(encoding="utf-8"))["report"]
+    nodes = load_drafter(options.drafters / name, target).shape.num_nodes
+    return {"num_parameters": int(report["num_parameters"]), "num_nodes": nodes}
+
+
+def _closing(begin: float) -> dict[str, Any]:
+    return {"seconds": round(time.perf_counter() - begin, 1), "provenance": provenance()}
+
+
+def _interval(record: Mapping[str, Any] | None) -> Interval:
+    """The acceptance length of a record with its interval over prompts; 0 for none."""
+    if record is None:
+        return Interval(0.0, 0.0, 0.0)
+    return _of({place: (above, below) for place, above, below in record["counts"]})
+
+
+def _of(counts: Counts) -> Interval:
+    return mean_interval(torch.tensor([list(counts.values())], dtype=torch.float64))
+
+
+def _printed(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "-"
+    found = _interval(record)
+    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    default = Sizes()
+    parser = argparse.ArgumentParser(prog="specdec.bench.chat_table", description=__doc__.splitlines()[0])
+    parser.add_argument("--table", type=Path, metavar="RECORDS", help="print the table of these records, and stop")
+    parser.add_argument("--model", default="smollm2", help="target (default: %(default)s)")
+    parser.add_argument("--drafters", type=Path, help="folder of drafters")
+    parser.add_argument("--prompts", type=Path, help="questions: MT-Bench's form, Spec-Bench's, ...")
+    parser.add_argument("--num-prompts", type=int, help="so many, spread evenly over the file (default: all)")
+    parser.add_argument("--output", type=Path, help="JSON-lines file of the records")
+    parser.add_argument("--num-new-tokens", type=int, default=default.num_new_tokens, help="T = 0: %(default)s")
+    parser.add_argument("--num-sampled-prompts", type=int, default=40, help="T = 1: %(default)s")
+    parser.add_argument("--num-sampled-tokens", type=int, default=default.num_sampled_tokens, help="%(default)s")
+    parser.add_argument("--num-checked-tokens", type=int, default=64, help="of texts compared: %(default)s")
+    parser.add_argument("--checked-tree", type=int, nargs="+", default=(2, 1, 1, 1), help="k_config: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="%(default)s")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU")
+    options = parser.parse_args(arguments)
+    if options.table is None and None in (options.drafters, options.prompts, options.output):
+        parser.error("expected --drafters, --prompts and --output, or --table")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
