@@ -15,6 +15,7 @@ Arms that sample decode for real: --num-sampled-prompts and --num-sampled-tokens
 import argparse
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,8 @@ from typing import Any
 
 import torch
 
-from specdec.bench.claims.arms import Arm, Bench, Counts, NotRunError, Sizes
-from specdec.bench.claims.page import judge, page
+from specdec.bench.claims.arms import Arm, Bench, Counts, NotRunError, Sizes, figures
+from specdec.bench.claims.page import Measured, judge, page
 from specdec.bench.claims.table import CLAIMS, Claim
 from specdec.bench.common.journal import Journal
 from specdec.bench.common.provenance import provenance, read_records
@@ -37,7 +38,7 @@ from specdec.evaluation.prompts import evenly, first_turns, read_questions
 from specdec.evaluation.replay import Recording
 from specdec.models.target.target import Target
 
-__all__ = ["main"]
+__all__ = ["PAGE", "main", "measured_in", "page_of"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "papers.md"
 _SECTIONS = {section.lower().replace(" ", "-"): section for section in CLAIMS}
@@ -61,11 +62,39 @@ def main(arguments: list[str] | None = None) -> int:
         for section, rows in claims.items():
             print(f"\n{section}")
             for claim in rows:
-                outcome = judge(claim, papers.measured)
+                outcome = judge(claim, measured_in(papers.current))
                 print(f"  {outcome.verdict:<15}{claim.text}: {outcome.ratio or outcome.note}")
     if options.update is not None:
-        replace_file(options.update, page(CLAIMS, papers.measured, _printed(setup, papers.commits)))
+        replace_file(options.update, page_of(papers.current))
     return 0
+
+
+def measured_in(records: Sequence[Mapping[str, Any]]) -> Measured:
+    """What records of one setup tell of an arm: counts, one entry per training seed that was run.
+
+    The function raises NotRunError for an arm that they tell nothing of; the message says why.
+    """
+
+    def measured(arm: Arm) -> list[Counts]:
+        ours = [one for one in records if one["arm"] == str(arm.steps) and _trained(one["drafter"]) == arm.drafter]
+        found = [{int(place): (a, b) for place, a, b in one["counts"]} for one in ours if "counts" in one]
+        if not found:
+            why = next((one["not_run"] for one in ours if "not_run" in one), "not there, or left out")
+            raise NotRunError(f"{arm.drafter}: {why}")
+        return [figures(arm, counts, ours[0]["setup"]["common_tree"]) for counts in found]
+
+    return measured
+
+
+def page_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """The page of records of one setup."""
+    commits = sorted({(one["provenance"]["git_sha"] or "unknown")[:12] for one in records})
+    return page(CLAIMS, measured_in(records), _printed(records[0]["setup"], commits) if records else {})
+
+
+def _trained(source: str) -> str:
+    """The drafter that a folder holds one training of."""
+    return re.sub(r"\.seed\d+$", "", source)
 
 
 class _Papers:
@@ -122,25 +151,11 @@ class _Papers:
             self._records[cell] = record
             print(f"{number} of {len(cells)}: {arm} ({source}): {told}, {seconds:.0f} s", flush=True)
 
-    def measured(self, arm: Arm) -> list[Counts]:
-        """Counts of an arm, one entry per training seed that was run.
-
-        Raises:
-            NotRunError: there is none; the message says why.
-        """
-        sources = self._bench.sources(arm)
-        records = [self._records.get(self._cell(arm.steps, source), {}) for source in sources]
-        found = [{int(place): (a, b) for place, a, b in one["counts"]} for one in records if "counts" in one]
-        if not found:
-            why = next((one["not_run"] for one in records if "not_run" in one), "left out")
-            raise NotRunError(f"{arm.drafter}: {why if sources else 'not there'}")
-        return [self._bench.figures(arm, counts) for counts in found]
-
     @property
-    def commits(self) -> list[str]:
-        """Commits that the records of this setup were measured at."""
-        found = {one["provenance"]["git_sha"] or "unknown" for cell, one in self._records.items() if self._key in cell}
-        return sorted(sha[:12] for sha in found)
+    def current(self) -> list[Mapping[str, Any]]:
+        """The records of cells as they would be measured now: of these drafters, prompts and sizes."""
+        cells = [self._cell(arm, source) for arm in self._steps for source in self._bench.sources(arm)]
+        return [self._records[cell] for cell in cells if cell in self._records]
 
     def _cell(self, arm: Arm, source: str) -> str:
         """Name of a cell; another one once the drafter has changed."""

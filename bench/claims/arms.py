@@ -28,7 +28,7 @@ from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeShape
 
-__all__ = ["COMMON", "Arm", "Bench", "Counts", "NotRunError", "Sizes"]
+__all__ = ["COMMON", "Arm", "Bench", "Counts", "NotRunError", "Sizes", "figures", "shared"]
 
 COMMON: tuple[int, ...] = ()
 """In the place of a tree: the one that all arms of a run share."""
@@ -165,17 +165,6 @@ class Bench:
         # a text of one token has no step, and says nothing
         return {place: (float(sum(row)), float(len(row))) for place, row in rows if row}
 
-    def figures(self, arm: Arm, steps: Counts) -> Counts:
-        """An arm's own counts from those of its steps: tokens and steps by prompt."""
-        if arm.figure in ("tau", "acceptance rate"):
-            return steps
-        shape = self._shape(arm)
-        assert shape is not None  # a cost is claimed of trees that are named
-        leaves = [node for node in range(shape.num_nodes) if node not in shape.parent]
-        in_paths = sum(shape.depth[leaf] + 1 for leaf in leaves)
-        nodes = shape.num_nodes if arm.figure == "nodes per token" else in_paths
-        return {place: (nodes * count, tokens) for place, (tokens, count) in steps.items()}
-
     def record(self) -> Recording:
         """Decode all prompts plainly."""
         sizes = self.sizes
@@ -197,14 +186,10 @@ class Bench:
                     self._drafter(arm, source).bind(self.target)
         return RecordedTarget(self.target, self._make_recording(self))
 
-    def _shape(self, arm: Arm) -> TreeShape | None:
-        tree = self.sizes.common_tree if arm.tree == COMMON else arm.tree
-        return None if tree is None else TreeShape.from_k_config(tree)
-
     def _drafter(self, arm: Arm, source: str) -> Drafter:
         if source in KINDS_WITHOUT_WEIGHTS:
             return load_drafter(source, self.target)
-        return load_drafter(self.folder / source, self.target, tree=self._shape(arm))
+        return load_drafter(self.folder / source, self.target, tree=_shape(arm, self.sizes.common_tree))
 
     def _sampled_places(self) -> list[int]:
         return evenly(range(len(self.prompts)), self.sizes.num_sampled_prompts)
@@ -261,9 +246,27 @@ class Bench:
         }
 
 
+def figures(arm: Arm, steps: Counts, common_tree: Sequence[int]) -> Counts:
+    """An arm's own counts from those of its steps: tokens and steps by prompt."""
+    if arm.figure in ("tau", "acceptance rate"):
+        return steps
+    shape = _shape(arm, common_tree)
+    assert shape is not None  # a cost is claimed of trees that are named
+    leaves = [node for node in range(shape.num_nodes) if node not in shape.parent]
+    in_paths = sum(shape.depth[leaf] + 1 for leaf in leaves)
+    nodes = shape.num_nodes if arm.figure == "nodes per token" else in_paths
+    return {place: (nodes * count, tokens) for place, (tokens, count) in steps.items()}
+
+
 def shared(counts: Sequence[Mapping[int, tuple[float, float]]], places: Sequence[int]) -> torch.Tensor:
     """[seeds, prompts, 2] float64 counts of an arm at some prompts, one entry per training seed."""
     return torch.tensor([[one[place] for place in places] for one in counts], dtype=torch.float64)
+
+
+def _shape(arm: Arm, common_tree: Sequence[int]) -> TreeShape | None:
+    """The tree of an arm; None for the one that its drafter was saved with."""
+    tree = common_tree if arm.tree == COMMON else arm.tree
+    return None if tree is None else TreeShape.from_k_config(tree)
 
 
 def _text(tree: Sequence[int]) -> str:

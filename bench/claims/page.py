@@ -11,7 +11,7 @@ from specdec.bench.common.tables import table
 from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
 from specdec.evaluation.intervals import Interval, mean_of, ratio_interval, verdict_of
 
-__all__ = ["NOT_RUN", "Outcome", "judge", "page"]
+__all__ = ["NOT_RUN", "Measured", "Outcome", "judge", "page"]
 
 NOT_RUN = "not run"
 MIN_PROMPTS = 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec.bench import papers
-from specdec.bench.claims.arms import Arm, Bench, NotRunError, Sizes
+from specdec.bench.claims.arms import Arm, Bench, NotRunError, Sizes, figures
 from specdec.bench.claims.page import judge, page
 from specdec.bench.claims.rates import rates_at_zero, rates_of_drawn
 from specdec.bench.claims.table import CLAIMS, Claim
@@ -136,12 +136,12 @@ def test_arms_that_sample_are_decoded_and_greedy_ones_replayed(bench):
     assert all(tokens == 7 for tokens, _ in short.values())
 
 
-def test_costs_count_nodes_of_trees_and_of_their_paths(bench):
+def test_costs_count_nodes_of_trees_and_of_their_paths():
     steps = {0: (12.0, 4.0)}  # tokens, steps
     arm = Arm("draft_model", (2, 2), Rejection(), 1.0, figure="nodes per token")
-    assert bench.figures(arm, steps) == {0: (4 * 7, 12.0)}
+    assert figures(arm, steps, (4, 2, 1, 1)) == {0: (4 * 7, 12.0)}
     paths = Arm("draft_model", (2, 2), Rejection(), 1.0, figure="path nodes per token")
-    assert bench.figures(paths, steps) == {0: (4 * 4 * 3, 12.0)}
+    assert figures(paths, steps, (4, 2, 1, 1)) == {0: (4 * 4 * 3, 12.0)}
     assert paths.steps == arm.steps == Arm("draft_model", (2, 2), Rejection(), 1.0)
 
 
