@@ -16,7 +16,7 @@ from specdec.commands.cli import main
 from specdec.models.target.target import Target
 from specdec.training import smollm2
 from specdec.training.bundled_drafters import BundledDrafter, drafters_table
-from specdec.training.data import Sample
+from specdec.training.data import Sample, read_samples
 from specdec.training.grown_tree import grown_tree
 from specdec.training.kinds import TRAINABLE_KINDS, objective_class, training_settings
 from specdec.training.runs.probe import TauProbe
@@ -145,6 +145,12 @@ def test_without_data_the_texts_that_ship_are_read(tmp_path, monkeypatch):
     train_miniature(tmp_path / "given", data=tmp_path / "texts.jsonl", only=["heads"])
     file = "out/heads/model.safetensors"
     assert (tmp_path / file).read_bytes() == (tmp_path / "given" / file).read_bytes()
+
+
+def test_the_texts_that_ship_are_a_million_learnt_tokens_of_the_chat_model():
+    samples = read_samples(smollm2.SMOLLM2_TEXTS, None, max_length=320, vocab_size=49152)
+    assert sum(int(sample.loss_mask.sum()) for sample in samples) > 1_000_000
+    assert len({tuple(sample.tokens.tolist()) for sample in samples}) == len(samples)
 
 
 def test_the_command_trains_what_is_missing_and_shows_all(tmp_path, monkeypatch, capsys):
