@@ -29,8 +29,8 @@ def _likely_tree(num_nodes: int, depth: int) -> tuple[tuple[int, ...], ...]:
     return tuple(paths)
 
 
-# every text once and a few twice, in small batches: on a budget of few texts more steps win. EAGLE's held-out loss came to
-# 1.06 in 240 steps of 4 texts, to 1.12 in 120 of 8
+# every text once and a few twice, in small batches: on a budget of few texts more steps win. EAGLE's held-out loss came
+# to 1.06 in 240 steps of 4 texts, to 1.12 in 120 of 8
 _STEPS, _BATCH = 1550, 4
 _HEADS = {"num_heads": 4, "vocab_size": None}
 _HEAD_TREE, _DEEP_TREE = _likely_tree(32, 4), _likely_tree(32, 6)
