@@ -53,7 +53,7 @@ def _drafter(
 
 SMOLLM2_DRAFTERS: dict[str, BundledDrafter] = {
     # the first: it reads layers beside the last state, and the target reads the texts once for all of them
-    "eagle3": _drafter("eagle3", 1e-3, _DEEP_TREE, {"draft_vocab_size": 8192, "num_unrolled": 3}),
+    "eagle3": _drafter("eagle3", 1e-3, _DEEP_TREE, {"draft_vocab_size": 4096, "num_unrolled": 2}),
     "medusa": _drafter("medusa", 1e-3, _HEAD_TREE, _HEADS),
     "hydra": _drafter("hydra", 1e-3, _HEAD_TREE, _HEADS),
     "hydra++": _drafter("hydra++", 1e-3, _HEAD_TREE, {**_HEADS, "shared_tail": True, "dropout": 0.0}),
