@@ -3,10 +3,10 @@
     python -m specdec.bench.chat_table --drafters FOLDER --prompts question.jsonl --output RECORDS
     python -m specdec.bench.chat_table --table RECORDS
 
-The first command measures every drafter in FOLDER, each with the tree it was saved with, and prompt lookup: acceptance
-length at T = 0 (on a recording of plain decoding) and at T = 1 (decoded; by rejection, and without a law by the naive
-rule), and the texts at T = 0, decoded with a small tree, against plain ones. It goes on where it stopped. The second
-prints the table in docs/drafters/README.md.
+The first command measures prompt lookup and every drafter in FOLDER, each with the tree it was saved with, but for the
+short runs of `specdec.bench.paper_runs`: acceptance length at T = 0 (on a recording of plain decoding) and at T = 1
+(decoded; by rejection, and without a law by the naive rule), and the texts at T = 0, decoded with a small tree, against
+plain ones. It goes on where it stopped. The second prints the table in docs/drafters/README.md.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from specdec.bench.claims.arms import Arm, Bench, Counts, Sizes
+from specdec.bench.claims.runs import SHORT_RUNS
 from specdec.bench.common.journal import Journal, ended
 from specdec.bench.common.provenance import provenance, read_records
 from specdec.bench.common.tables import table
@@ -50,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     target = Target(model)
     prompts = first_turns(evenly(read_questions(options.prompts), options.num_prompts), tokenizer)
     stop = model.generation_config.eos_token_id
-    names = [_WITHOUT_WEIGHTS, *sorted(path.parent.name for path in options.drafters.glob("*/training.json"))]
+    trained = sorted(path.parent.name for path in options.drafters.glob("*/training.json"))
+    names = [_WITHOUT_WEIGHTS, *(name for name in trained if name not in SHORT_RUNS)]
     rules = {name: Naive() if name == _WITHOUT_WEIGHTS else Rejection() for name in names}
     arms = {name: (Arm(name, None), Arm(name, None, rule, 1.0)) for name, rule in rules.items()}
     sizes = Sizes(

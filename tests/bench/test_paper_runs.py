@@ -33,4 +33,4 @@ def test_what_is_there_is_left_alone(tmp_path, capsys):
     assert "1 of 4: short-hydra: tau 1." in shown
     assert "2 of 4: short-parallelspec-foreign: no --foreign" in shown
     assert "3 of 4: short-hydra.seed1: there" in shown
-    assert sorted(path.name for path in output.iterdir()) == ["short-hydra", "short-hydra.seed1", "states"]
+    assert sorted(path.name for path in output.iterdir()) == ["short-hydra", "short-hydra.seed1", "work"]
