@@ -36,7 +36,7 @@ _HEADS = {"num_heads": 4, "vocab_size": None}
 _HEAD_TREE, _DEEP_TREE = _likely_tree(32, 4), _likely_tree(32, 6)
 # losses at some places of a text, over some thousand of the tokens: what lets a CPU read more texts. Precision is the
 # target's: without AMX, bfloat16 takes 1.75 times as long on a CPU as float32
-_SPARSE = {"num_places": 96, "num_candidates": 4096, "mixed_precision": None, "eval_every": _STEPS // 2}
+_SPARSE = {"num_places": 96, "num_candidates": 4096, "mixed_precision": None, "eval_every": _STEPS}
 
 
 def _drafter(
