@@ -40,6 +40,11 @@ def _falcon(block_size: int, **settings: Any) -> ShortRun:
     return ShortRun("falcon", {"block_size": block_size, "lstm_dropout": 0.0, **settings})
 
 
+def _parallelspec(*, foreign: bool = False, **settings: Any) -> ShortRun:
+    # masks behind all tokens would make a step cost several of the others'
+    return ShortRun("parallelspec", {"num_groups": 48, **settings}, foreign)
+
+
 SHORT_RUNS: dict[str, ShortRun] = {
     "short-hydra": _hydra(),
     "short-hydra-teacher": _hydra(lm_weight=0.0, teacher_weight=1.0),
@@ -53,9 +58,9 @@ SHORT_RUNS: dict[str, ShortRun] = {
     "short-amphista-no-token": _amphista(sampled_token=False),
     "short-amphista-own-heads": _amphista(own_lm_heads=True),
     "short-amphista-low-rank": _amphista(own_lm_heads=True, head_rank=64),
-    "short-parallelspec": ShortRun("parallelspec"),
-    "short-parallelspec-5-masks": ShortRun("parallelspec", {"num_masks": 5}),
-    "short-parallelspec-foreign": ShortRun("parallelspec", foreign=True),
+    "short-parallelspec": _parallelspec(),
+    "short-parallelspec-5-masks": _parallelspec(num_masks=5),
+    "short-parallelspec-foreign": _parallelspec(foreign=True),
     "short-falcon": _falcon(2),
     "short-falcon-3": _falcon(3),
     "short-falcon-4": _falcon(4),

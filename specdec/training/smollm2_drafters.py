@@ -33,6 +33,7 @@ def _likely_tree(num_nodes: int, depth: int) -> tuple[tuple[int, ...], ...]:
 # to 1.06 in 240 steps of 4 texts, to 1.12 in 120 of 8
 _STEPS, _BATCH = 1550, 4
 _HEADS = {"num_heads": 4, "vocab_size": None}
+_MASKS = {"num_masks": 3, "num_groups": 48}  # with masks behind all tokens a step would cost four of the others'
 _HEAD_TREE, _DEEP_TREE = _likely_tree(32, 4), _likely_tree(32, 6)
 # losses at some places of a text, over some thousand of the tokens: what lets a CPU read more texts. Precision is the
 # target's: without AMX, bfloat16 takes 1.75 times as long on a CPU as float32
@@ -60,8 +61,8 @@ SMOLLM2_DRAFTERS: dict[str, BundledDrafter] = {
     "amphista": _drafter("amphista", 1e-3, _HEAD_TREE, {"num_heads": 4, "own_lm_heads": False}),
     "amphista_low_rank": _drafter("amphista", 1e-3, _HEAD_TREE, {"num_heads": 4, "head_rank": 64}),
     "eagle": _drafter("eagle", 1e-3, _DEEP_TREE, {}),
-    "parallelspec": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "eagle", "num_masks": 3}, eagle="eagle"),
-    "parallelspec_medusa": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "medusa", "num_masks": 3}),
+    "parallelspec": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "eagle", **_MASKS}, eagle="eagle"),
+    "parallelspec_medusa": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "medusa", **_MASKS}),
     "falcon": _drafter("falcon", 1e-3, _DEEP_TREE, {"block_size": 2, "lstm_dropout": 0.0}),
     "draft_model": _drafter(
         "draft_model", 1e-3, _DEEP_TREE, {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
