@@ -8,6 +8,8 @@ anew. `smollm2` is a real chat model (`specdec.bundled.chat_model`). Their draft
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -41,18 +43,44 @@ def load_model(
         device: where they go.
 
     Raises:
+        ValueError: a device that this torch cannot use.
+        FileNotFoundError: a folder that is not there.
         RuntimeError, ValueError, OSError: the model cannot be had; as `specdec.bundled.chat_model.model_folder`.
     """
+    _check_device(device)
     source = source_of(name)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(source)
 
 
 def source_of(name: str) -> str:
-    """What transformers loads a target and its tokenizer from: of a name its folder, fetched first if need be."""
+    """What transformers loads a target and its tokenizer from: of a name its folder, fetched first if need be.
+
+    Raises:
+        FileNotFoundError: neither a name nor a folder that is there, nor what a hub id looks like.
+    """
     if name == SMOLLM2.name:
         return str(model_folder())
-    return str(TINY_FOLDER / "target") if name == "tiny" else name
+    if name == "tiny":
+        return str(TINY_FOLDER / "target")
+    if not Path(name).exists():
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            names = ", ".join(NAMED_MODELS)
+            raise FileNotFoundError(
+                f"model: expected one of {names}, a folder or a hub id, got {name!r}, which is not there"
+            ) from error
+    return name
+
+
+def _check_device(device: str | torch.device) -> None:
+    """Raise ValueError for a device that cannot be used, before a model is read."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch without CUDA raises the first
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device: expected one that torch can use here, got {str(device)!r}: {reason}") from error
 
 
 def load_tiny(

@@ -20,7 +20,7 @@ from specdec.drafting.folder import TargetRecord
 from specdec.drafting.network import NetworkDrafter
 from specdec.models.target.target import Target
 from specdec.training.data import Collate, Sample, Samples, Texts, collate, token_counts
-from specdec.training.kinds import objective_class, training_settings
+from specdec.training.kinds import objective_class, setting_names, training_settings
 from specdec.training.objectives.base import Objective
 from specdec.training.objectives.eagle import most_frequent_tokens
 from specdec.training.objectives.recipe import Run
@@ -176,7 +176,8 @@ def _objective(kind: str, target: Target, settings: dict[str, Any], train: Seque
     try:
         objective = objective_type.new(target, **settings)
     except TypeError as error:
-        raise TypeError(f"settings: {kind} does not take these: {error}") from error
+        known = ", ".join(setting_names(kind))
+        raise TypeError(f"settings: {kind} does not take these: {error}; it has {known}") from error
     return objective.to(device=target.device, dtype=torch.float32)
 
 

@@ -171,3 +171,15 @@ def test_the_installed_command_runs_from_anywhere(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["tokens"]) == 4
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99", "xpu"])
+def test_a_device_that_is_not_there_is_refused_in_words(device):
+    with pytest.raises(ValueError, match=f"device: expected one that torch can use here, got '{device}': "):
+        specdec.load_model("tiny", device=device)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "../nowhere/model", "/no/where", "a/b/c"])
+def test_a_folder_that_is_not_there_is_told_from_a_hub_id(name):
+    with pytest.raises(FileNotFoundError, match="model: expected one of tiny, smollm2, a folder or a hub id, got "):
+        specdec.load_model(name)

@@ -18,7 +18,7 @@ from specdec.training import smollm2
 from specdec.training.bundled_drafters import BundledDrafter, drafters_table
 from specdec.training.data import Sample, read_samples
 from specdec.training.grown_tree import grown_tree
-from specdec.training.kinds import TRAINABLE_KINDS, objective_class, training_settings
+from specdec.training.kinds import TRAINABLE_KINDS, objective_class, setting_names, training_settings
 from specdec.training.runs.probe import TauProbe
 from specdec.training.smollm2 import train_smollm2
 from specdec.training.smollm2_drafters import SMOLLM2_DRAFTERS
@@ -174,3 +174,12 @@ def test_the_command_trains_what_is_missing_and_shows_all(tmp_path, monkeypatch,
     assert fetched == ["smollm2"], "nothing to train, nothing to fetch"
     shown = capsys.readouterr().out
     assert all(name in shown for name in DRAFTERS)
+
+
+def test_the_settings_that_errors_list_are_those_that_kinds_take():
+    for recipe in SMOLLM2_DRAFTERS.values():
+        if recipe.kind != "draft_model":  # its sizes are those of LlamaConfig
+            assert set(recipe.settings) <= set(setting_names(recipe.kind)), recipe.kind
+    assert "tap_layers" in setting_names("eagle3")
+    assert "tap_layers" not in setting_names("eagle")
+    assert "version" not in setting_names("eagle3"), "it is what makes the kind"

@@ -294,7 +294,11 @@ def test_schedules():
     ("arguments", "error", "match"),
     [
         ({"kind": "hydro"}, ValueError, "drafter: expected a kind that can be trained .*, got 'hydro'"),
-        ({"settings": {"num_hats": 2}}, TypeError, "settings: medusa does not take these: .*num_hats"),
+        (
+            {"settings": {"num_hats": 2}},
+            TypeError,
+            "settings: medusa does not take these: .*num_hats.*; it has decay, .*num_heads",
+        ),
         ({"labels": "luck"}, ValueError, "labels: expected 'text' or 'target', got 'luck'"),
         ({"data": []}, ValueError, "data: expected at least 2 usable texts"),
         ({"held_out": 1.5}, ValueError, "held_out: expected a part of the texts between 0 and 1"),
