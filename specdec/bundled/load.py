@@ -5,11 +5,10 @@ acceptance on any machine, with no download. It serves the demo, the tests and t
 anew. `smollm2` is a real chat model (`specdec.bundled.chat_model`). Their drafters ship in a folder of the same name.
 """
 
+import re
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,6 +22,7 @@ from specdec.bundled.chat_model import SMOLLM2, model_folder
 __all__ = ["NAMED_MODELS", "SMOLLM2_FOLDER", "TINY_FOLDER", "bundled_drafter", "bundled_drafters", "load_model"]
 __all__ += ["load_tiny", "source_of", "tiny_drafter"]
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _FOLDER = Path(__file__).parent
 TINY_FOLDER = _FOLDER / "tiny"
 SMOLLM2_FOLDER = _FOLDER / "smollm2"
@@ -63,14 +63,11 @@ def source_of(name: str) -> str:
         return str(model_folder())
     if name == "tiny":
         return str(TINY_FOLDER / "target")
-    if not Path(name).exists():
-        try:
-            validate_repo_id(name)
-        except HFValidationError as error:
-            names = ", ".join(NAMED_MODELS)
-            raise FileNotFoundError(
-                f"model: expected one of {names}, a folder or a hub id, got {name!r}, which is not there"
-            ) from error
+    if not Path(name).exists() and not _HUB_ID.fullmatch(name):
+        names = ", ".join(NAMED_MODELS)
+        raise FileNotFoundError(
+            f"model: expected one of {names}, a folder or a hub id, got {name!r}, which is not there"
+        )
     return name
 
 
