@@ -98,6 +98,8 @@ def check_model(model: Any, *, may_lack_data: bool = False) -> None:
         raise NotImplementedError(f"model: {name} does not let its attention function be replaced, which specdec needs")
     decoder_layers(model.get_decoder())
     _check_rope(model)
+    if getattr(model.config.get_text_config(decoder=True), "is_heterogeneous", False):  # gemma4
+        raise NotImplementedError(f"model: {name} has layers of different sizes, which one cache cannot hold")
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
     unknown = layer_types - {"full_attention", "sliding_attention"}
     if unknown:

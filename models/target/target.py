@@ -91,9 +91,9 @@ class Target:
             self.num_heads = self.num_heads // self.num_kv_heads * self.sharding.num_kv_heads
             self.num_kv_heads = self.sharding.num_kv_heads
         self.follow_model()
-        head = model.get_output_embeddings()  # may be quantized: its features tell more than its weight
-        self.hidden_size: int = head.in_features
-        self.vocab_size: int = head.out_features
+        head = model.get_output_embeddings()  # may be quantized: its features, if it has any, tell more than its weight
+        self.hidden_size: int = getattr(head, "in_features", config.hidden_size)
+        self.vocab_size: int = getattr(head, "out_features", config.vocab_size)
         self.max_positions: int = config.max_position_embeddings
         self.sliding_window: int | None = sliding_window_of(config)
         self._path: FusedPath | None = None

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from specdec.bundled.load import NAMED_MODELS, bundled_drafter
+from specdec.common.defaults import torch_defaults
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import (
     DRAFTER_KINDS,
@@ -41,6 +42,7 @@ __all__ = ["DRAFTER_KINDS", "load_drafter"]
 logger = logging.getLogger(__name__)
 
 
+@torch_defaults()
 def load_drafter(
     source: Drafter | PreTrainedModel | str | os.PathLike[str] | None,
     target: PreTrainedModel | Target,

@@ -12,6 +12,7 @@ import torch
 from specdec.drafting.base import Drafter, Room
 from specdec.drafting.draft_tree import TreeTemplate
 from specdec.drafting.folder import DrafterRecord, TargetRecord, write_folder
+from specdec.kernels.common.check import FLOAT_DTYPES
 from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.packing import pack_network
@@ -91,6 +92,10 @@ class NetworkDrafter(Drafter):
     def bind(self, target: Target) -> None:
         """Check the sizes, move the network to the target, take what the target shares and lay out a static tree."""
         self.network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
+        if target.dtype not in FLOAT_DTYPES:
+            expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+            got = str(target.dtype).removeprefix("torch.")
+            raise ValueError(f"target: expected weights in one of {expected} for a {self.kind} drafter, got {got}")
         if self.shape.max_rank >= target.vocab_size:
             raise ValueError(f"tree: expected ranks below {target.vocab_size}, got {self.shape.max_rank}")
         place(self.network, target.device, target.dtype)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
+from specdec.common.defaults import torch_defaults
 from specdec.drafting.base import Drafter
 from specdec.generation.host_steps import HostSteps
 from specdec.generation.settings import Settings, merge_settings, read_prompts, read_settings
@@ -56,6 +57,7 @@ class SpecDecodeOutput(GenerateDecoderOnlyOutput):
         return self.stats is not None and self.stats.lossless
 
 
+@torch_defaults()
 def generate(
     model: PreTrainedModel | Target,
     drafter: Drafter | PreTrainedModel | str | os.PathLike[str] | None,

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.common.checks import check_at_least
+from specdec.common.defaults import torch_defaults
 from specdec.common.randomness import row_seeds
 from specdec.drafters.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt, Room
@@ -65,6 +66,7 @@ class Decoder:
         TypeError, ValueError, NotImplementedError: the model is not supported, or the drafter does not fit it.
     """
 
+    @torch_defaults()
     def __init__(
         self,
         model: PreTrainedModel | Target,
@@ -259,7 +261,7 @@ class Decoder:
         What was captured read them where they were: it is dropped if anything was moved or replaced. Values that were
         changed in place, as by an optimizer, are read by replays too.
         """
-        with self.target.locked():
+        with torch_defaults(), self.target.locked():
             self.target.follow_model()
             if self.target.device != self._rule_device:
                 self._set_up()

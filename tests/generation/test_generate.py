@@ -8,6 +8,7 @@ import specdec
 from lib.families import FAMILIES, HIDDEN_SIZE, VOCAB_SIZE, build_model, pad, random_prompts
 from lib.fuzz_flaws import FailingStreamer
 from lib.host_code import noisy_copy
+from specdec.common import defaults
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
@@ -275,7 +276,28 @@ def test_a_tree_that_does_not_fit_the_heads_is_refused():
         medusa((97,))
 
 
+def test_a_dtype_that_kernels_do_not_know_is_refused_by_drafters_with_a_network(ids):
+    model = build_model("llama").double()
+    specdec.generate(model, "prompt_lookup", ids, max_new_tokens=4)
+    expected = "target: expected weights in one of float32, float16, bfloat16 for a medusa drafter, got float64"
+    with pytest.raises(ValueError, match=expected):
+        specdec.generate(model, make_drafter("medusa", model), ids, max_new_tokens=4)
+
+
 def test_an_encoder_decoder_model_is_refused():
     model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4))
     with pytest.raises(ValueError, match="model: expected a decoder-only model"):
         specdec.generate(model, None, IDS)
+
+
+def test_what_is_set_for_all_of_torch_stays_outside(model, ids, caplog):
+    expected = specdec.generate(model, "prompt_lookup", ids, max_new_tokens=8)
+    defaults._warn_of_autocast.cache_clear()
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(specdec.generate(model, "prompt_lookup", ids, max_new_tokens=8), expected)
+            assert torch.is_autocast_enabled("cpu")
+    assert sum("leaves torch.autocast out" in record.message for record in caplog.records) == 1
+    with torch.device("meta"):
+        assert torch.equal(specdec.generate(model, "prompt_lookup", ids, max_new_tokens=8), expected)
+        assert torch.empty(0).is_meta

@@ -19,6 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import specdec
 from lib.families import FAMILIES, build_model, pad, random_prompts
 from lib.scoring import TREE, assert_near, random_tree, score
 from specdec.models.target import families
@@ -218,3 +219,27 @@ def test_refuses_what_it_cannot_hook():
         Target(split)
     with pytest.raises(ValueError, match="tap_layers: expected layers between 0 and 2, got \\[3\\]"):
         Target(build_model("llama"), tap_layers=(3,))
+
+
+def test_a_head_that_tells_no_sizes_is_called_as_it_is(generator):
+    """As layers of quantisers may be."""
+
+    class Head(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, states):
+            return self.linear(states)
+
+    model, prompts = build_model("llama"), random_prompts(generator, [7])
+    expected = specdec.generate(model, None, prompts[0][None], max_new_tokens=6)
+    model.lm_head = Head(model.lm_head)
+    assert torch.equal(specdec.generate(model, "prompt_lookup", prompts[0][None], max_new_tokens=6), expected)
+
+
+def test_layers_of_different_sizes_are_refused():
+    gemma4 = pytest.importorskip("transformers.models.gemma4")
+    model = gemma4.Gemma4ForCausalLM(gemma4.Gemma4TextConfig(**SMALL, head_dim=8, num_key_value_heads=2))
+    with pytest.raises(NotImplementedError, match="Gemma4ForCausalLM has layers of different sizes"):
+        Target(model)
