@@ -96,6 +96,11 @@ def check_model(model: Any, *, may_lack_data: bool = False) -> None:
         raise ValueError(f"model: expected all parameters on one device, got {', '.join(devices)}")
     if not getattr(model, "_supports_attention_backend", False):
         raise NotImplementedError(f"model: {name} does not let its attention function be replaced, which specdec needs")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise NotImplementedError(
+            f"model: {name} puts trained states before the text (PEFT prompt learning), which passes over trees would "
+            "leave out; adapters in the layers, as LoRA's, are kept"
+        )
     decoder_layers(model.get_decoder())
     _check_rope(model)
     if getattr(model.config.get_text_config(decoder=True), "is_heterogeneous", False):  # gemma4

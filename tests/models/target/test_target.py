@@ -1,6 +1,7 @@
 """models.Target: a hooked stock model scores trees exactly as it would score each path alone, and is restored after."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,4 +243,13 @@ def test_layers_of_different_sizes_are_refused():
     gemma4 = pytest.importorskip("transformers.models.gemma4")
     model = gemma4.Gemma4ForCausalLM(gemma4.Gemma4TextConfig(**SMALL, head_dim=8, num_key_value_heads=2))
     with pytest.raises(NotImplementedError, match="Gemma4ForCausalLM has layers of different sizes"):
+        Target(model)
+
+
+def test_trained_prompts_of_peft_are_refused():
+    model = build_model("llama")
+    model.active_peft_config = SimpleNamespace(is_prompt_learning=False)
+    Target(model)
+    model.active_peft_config.is_prompt_learning = True
+    with pytest.raises(NotImplementedError, match=r"puts trained states before the text \(PEFT prompt learning\)"):
         Target(model)
