@@ -1,22 +1,20 @@
 """Code of a caller that the tests of `generate` hand over, transformers' warpers, and a model that is often right."""
 
+import copy
+
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process as hf
-
-from lib.families import FAMILIES, build_model
 
 
 @torch.no_grad()
 def noisy_copy(model):
     """The target with disturbed weights: a draft model that is right now and then."""
-    family = next(name for name, build in FAMILIES.items() if type(build()) is type(model))
-    copy = build_model(family)
-    copy.load_state_dict(model.state_dict())
+    other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
-    for parameter in copy.parameters():
+    for parameter in other.parameters():
         parameter += 0.02 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return copy
+    return other
 
 
 class Alternating(LogitsProcessor):
