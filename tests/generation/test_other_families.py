@@ -44,7 +44,7 @@ FAMILIES = {
 
 def build(family):
     try:
-        config = AutoConfig.for_model(family, **_SIZES, **FAMILIES[family])
+        config = AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family]})
     except ValueError:
         pytest.skip(f"this version of transformers has no {family}")
     torch.manual_seed(0)
