@@ -154,10 +154,11 @@ def _grow(sizes: tuple[int, int], target: Target, folder: Path, held_out: Sequen
 
 def drafters_table(folder: Path, names: Iterable[str], title: str) -> Table:
     """What became of each drafter, by its `training.json`: one row per name, empty where none was trained."""
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    table.add_column("drafter")
-    for column in ("parameters", "texts read", "held-out loss", "tau", "accepted at depth 1, 2, 3", "minutes"):
-        table.add_column(column, justify="right")
+    caption = "loss, tau and acceptance by depth: of held-out texts"
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False)  # fits 80 columns
+    table.add_column("drafter", no_wrap=True)
+    for column in ("size", "texts", "loss", "tau", "by depth", "min"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name in names:
         file = folder / name / "training.json"
         if not file.exists():
