@@ -194,7 +194,7 @@ def _record(
     """What makes a run the same run again, and what its results should be judged by."""
     return {
         "kind": kind,
-        "settings": {name: value for name, value in settings.items() if _is_plain(value)},
+        "settings": {name: _told(value) for name, value in settings.items() if _is_plain(value)},
         "labels": labels,
         "num_texts": len(train),
         "num_held_out": len(held_out),
@@ -222,3 +222,8 @@ def _finished(objective: Objective, target: Target, tree: Any, dtype: torch.dtyp
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool | list | tuple)
+
+
+def _told(value: Any) -> Any:
+    """A setting as a record has it: of a folder its name, as folders move."""
+    return Path(value).name if isinstance(value, str) and Path(value).is_dir() else value

@@ -6,7 +6,7 @@ import torch
 import specdec
 from specdec.bundled.load import SMOLLM2_FOLDER, bundled_drafters
 
-QUESTIONS = ["What is the capital of France?", "Write a short poem about rain.", "Why do leaves fall in autumn?"]
+QUESTIONS = ["Write a short poem about rain.", "Why do leaves fall in autumn?"]
 
 
 def test_they_are_within_their_budget():
@@ -21,6 +21,6 @@ def test_a_drafter_that_ships_is_exact_and_accepted(smollm2, name):
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     prompts = [torch.tensor(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
-    report = specdec.check(model, f"smollm2/{name}", prompts, max_new_tokens=32)
+    report = specdec.check(model, f"smollm2/{name}", prompts, max_new_tokens=24)
     assert report.identical, report
     assert report.tau > 1.4

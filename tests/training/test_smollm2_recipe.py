@@ -89,6 +89,7 @@ def test_parts_are_trained_once_and_share_what_the_target_says(tmp_path, monkeyp
     reports = train_miniature(tmp_path, data=data)
     assert set(reports) == {"head", "parallel"}
     assert (tmp_path / "out/heads/model.safetensors").read_bytes() == before
+    assert json.loads((tmp_path / "out/parallel/training.json").read_text())["settings"]["eagle"] == "head"
     assert train_miniature(tmp_path, data=data) == {}
 
     model = build_model("llama")
