@@ -5,8 +5,8 @@
 
 What FOLDER holds is left alone, and a run that was interrupted goes on where it stopped, so that the command can be
 given again until all is there. The first seed's drafter is FOLDER/NAME, the others' are FOLDER/NAME.seed1, .... What
-the target says about the texts is kept in FOLDER/work/states, as by `specdec train-smollm2 --output FOLDER`: 1.2 kB per
-token of a target of width 576.
+the target says about the texts is kept where `specdec train-smollm2 --output FOLDER` keeps it, 1.2 kB per token of a
+target of width 576.
 """
 
 import argparse
