@@ -12,29 +12,28 @@ plain ones. It goes on where it stopped. The second prints the table in docs/dra
 import argparse
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdec.bench.claims.arms import Arm, Bench, Counts, Sizes
+from specdec.bench.claims.arms import Arm, Bench, Sizes
+from specdec.bench.claims.cells import DrafterCells, as_record, counts_of, setup_of
 from specdec.bench.claims.runs import SHORT_RUNS
-from specdec.bench.common.journal import Journal, ended
-from specdec.bench.common.provenance import provenance, read_records
+from specdec.bench.common.journal import ended
+from specdec.bench.common.provenance import read_records
 from specdec.bench.common.tables import table
 from specdec.commands.options import load_target
-from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter
 from specdec.evaluation.checking import Divergence, first_divergence
 from specdec.evaluation.intervals import Interval, mean_interval
 from specdec.evaluation.prompts import evenly, first_turns, read_questions
-from specdec.evaluation.replay import Recording, record
+from specdec.evaluation.replay import Recording
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Naive, Rejection
 from specdec.models.target.target import Target
-from specdec.trees.shape import TreeShape
 
 __all__ = ["chat_table", "differing_texts", "main"]
 
@@ -50,49 +49,29 @@ def main(arguments: list[str] | None = None) -> int:
     model, tokenizer = load_target(options.model, options)
     target = Target(model)
     prompts = first_turns(evenly(read_questions(options.prompts), options.num_prompts), tokenizer)
-    stop = model.generation_config.eos_token_id
-    trained = sorted(path.parent.name for path in options.drafters.glob("*/training.json"))
-    names = [_WITHOUT_WEIGHTS, *(name for name in trained if name not in SHORT_RUNS)]
-    rules = {name: Naive() if name == _WITHOUT_WEIGHTS else Rejection() for name in names}
-    arms = {name: (Arm(name, None), Arm(name, None, rule, 1.0)) for name, rule in rules.items()}
     sizes = Sizes(
         num_new_tokens=options.num_new_tokens,
         num_sampled_prompts=options.num_sampled_prompts,
         num_sampled_tokens=options.num_sampled_tokens,
+        common_tree=tuple(options.checked_tree),
         batch_size=options.batch_size,
     )
-
-    def recording(bench: Bench) -> Recording:
-        file = options.output.with_suffix(f".{'-'.join(map(str, bench.target.tap_layers)) or 'none'}.recording.pt")
-        if not file.exists():
-            record(
-                target,
-                prompts,
-                sizes.num_new_tokens,
-                stop_tokens=bench.stop_tokens,
-                batch_size=4 * sizes.batch_size,
-                on_progress=lambda done: print(f"recording: {done} of {len(prompts)} prompts", flush=True),
-            ).save(file)
-        return Recording.load(file)
-
-    both = [arm for pair in arms.values() for arm in pair]
-    bench = Bench(target, prompts, (stop,), options.drafters, sizes, both, recording)
-    setup = {"prompts": f"{options.prompts.parent.name}/{options.prompts.name}", "num_prompts": len(prompts)}
-    setup |= {"model": options.model, "dtype": str(model.dtype).removeprefix("torch.")}
-    setup |= {"num_new_tokens": sizes.num_new_tokens, "num_sampled_tokens": sizes.num_sampled_tokens}
-    journal = Journal(options.output, resume=True)
-    for name, (greedy, sampled) in arms.items():
-        for arm in (greedy, sampled):
-            _cell(journal, str(arm), {**setup, "drafter": name, **_size(options, target, name)}, bench, arm)
-        if journal.is_due(cell := f"{name}: texts"):
-            journal.begin(cell)
-            begin = time.perf_counter()
-            drafter, tokens = _checked(options, target, name), options.num_checked_tokens
-            different = differing_texts(target, drafter, bench.recorded.recording, tokens, sizes.batch_size)
-            told = {"num_identical": len(prompts) - len(different), "different": [str(one) for one in different]}
-            told |= {"figure": "texts", "num_checked_tokens": tokens, "checked_tree": list(options.checked_tree)}
-            journal.end(cell, {**setup, "drafter": name, **told, **_closing(begin)})
-            print(f"{cell}: {told['num_identical']} of {len(prompts)} identical", flush=True)
+    setup = setup_of(options.model, model.dtype, options.prompts, prompts, sizes)
+    setup["num_checked_tokens"] = options.num_checked_tokens
+    trained = sorted(path.parent.name for path in options.drafters.glob("*/training.json"))
+    names = [_WITHOUT_WEIGHTS, *(name for name in trained if name.split(".seed")[0] not in SHORT_RUNS)]
+    rules = {name: Naive() if name == _WITHOUT_WEIGHTS else Rejection() for name in names}
+    arms = [arm for name, rule in rules.items() for arm in (Arm(name, None), Arm(name, None, rule, 1.0))]
+    cells = DrafterCells(options.output, options.drafters, setup, "chat_table")
+    bench = Bench(target, prompts, target.stop_tokens, options.drafters, sizes, arms, cells.recording)
+    for arm in arms:
+        record, is_new = cells.measure(str(arm), arm.drafter, partial(_measured, bench, arm))
+        if is_new:
+            print(f"{arm}: {_printed(record)}, {record['seconds']:.0f} s", flush=True)
+    for name in names:
+        record, is_new = cells.measure("texts", name, partial(_compared, bench, name, options.num_checked_tokens))
+        if is_new:
+            print(f"{name}: {record['num_identical']} of {len(prompts)} texts as plain", flush=True)
     print(chat_table(options.output), end="")
     return 0
 
@@ -117,7 +96,9 @@ def chat_table(records: Path) -> str:
                 "tree": str(found["T = 0"]["num_nodes"]) if "T = 0" in found else "-",
                 "tau, T = 0": _printed(found.get("T = 0")),
                 "tau, T = 1": _printed(found.get("T = 1")),
-                "texts as plain": "-" if texts is None else f"{texts['num_identical']} of {texts['num_prompts']}",
+                "texts as plain": "-"
+                if texts is None
+                else f"{texts['num_identical']} of {texts['setup']['num_prompts']}",
             }
         )
     return table(rows)
@@ -145,47 +126,31 @@ def differing_texts(
     return [one for one in found if one is not None]
 
 
-def _cell(journal: Journal, name: str, record: Mapping[str, Any], bench: Bench, arm: Arm) -> None:
-    """Measure an arm if it is due."""
-    if not journal.is_due(name):
-        return
-    journal.begin(name)
-    begin = time.perf_counter()
-    counts = bench.measure(arm, arm.drafter)
-    figures = {"figure": f"T = {arm.temperature:g}", "counts": [[place, *pair] for place, pair in counts.items()]}
-    journal.end(name, {**record, **figures, **_closing(begin)})
-    print(f"{name}: {_of(counts)}, {time.perf_counter() - begin:.0f} s", flush=True)
+def _measured(bench: Bench, arm: Arm) -> dict[str, Any]:
+    """The counts of an arm, parameters of its drafter, and nodes of its tree, the root counted."""
+    num_parameters = 0
+    if arm.drafter != _WITHOUT_WEIGHTS:
+        told = json.loads((bench.folder / arm.drafter / "training.json").read_text(encoding="utf-8"))
+        num_parameters = int(told["report"]["num_parameters"])
+    nodes = bench.drafter(arm, arm.drafter).shape.num_nodes
+    sizes = {"figure": f"T = {arm.temperature:g}", "num_parameters": num_parameters, "num_nodes": nodes}
+    return {**sizes, **as_record(bench, arm, arm.drafter)}
 
 
-def _checked(options: argparse.Namespace, target: Target, name: str) -> Drafter:
-    """A drafter with the small tree that texts are compared with."""
-    if name == _WITHOUT_WEIGHTS:
-        return load_drafter(name, target)
-    return load_drafter(options.drafters / name, target, tree=TreeShape.from_k_config(options.checked_tree))
-
-
-def _size(options: argparse.Namespace, target: Target, name: str) -> dict[str, int]:
-    """Parameters of a drafter, and nodes of its tree, the root counted."""
-    if name == _WITHOUT_WEIGHTS:
-        return {"num_parameters": 0, "num_nodes": load_drafter(name, target).shape.num_nodes}
-    report = json.loads((options.drafters / name / "training.json").read_text(encoding="utf-8"))["report"]
-    nodes = load_drafter(options.drafters / name, target).shape.num_nodes
-    return {"num_parameters": int(report["num_parameters"]), "num_nodes": nodes}
-
-
-def _closing(begin: float) -> dict[str, Any]:
-    return {"seconds": round(time.perf_counter() - begin, 1), "provenance": provenance()}
+def _compared(bench: Bench, name: str, num_tokens: int) -> dict[str, Any]:
+    """How many texts, decoded with the small tree, are those of plain decoding."""
+    recording = bench.recorded.recording
+    drafter = bench.drafter(Arm(name), name)
+    different = differing_texts(bench.target, drafter, recording, num_tokens, bench.sizes.batch_size)
+    identical = len(recording.texts) - len(different)
+    return {"figure": "texts", "num_identical": identical, "different": [str(one) for one in different]}
 
 
 def _interval(record: Mapping[str, Any] | None) -> Interval:
     """The acceptance length of a record with its interval over prompts; 0 for none."""
     if record is None:
         return Interval(0.0, 0.0, 0.0)
-    return _of({place: (above, below) for place, above, below in record["counts"]})
-
-
-def _of(counts: Counts) -> Interval:
-    return mean_interval(torch.tensor([list(counts.values())], dtype=torch.float64))
+    return mean_interval(torch.tensor([list(counts_of(record).values())], dtype=torch.float64))
 
 
 def _printed(record: Mapping[str, Any] | None) -> str:

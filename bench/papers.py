@@ -13,29 +13,21 @@ Arms that sample decode for real: --num-sampled-prompts and --num-sampled-tokens
 """
 
 import argparse
-import hashlib
-import json
 import re
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec.bench.claims.arms import Arm, Bench, Counts, NotRunError, Sizes, figures
+from specdec.bench.claims.cells import DrafterCells, as_record, counts_of, setup_of
 from specdec.bench.claims.page import Measured, judge, page
 from specdec.bench.claims.table import CLAIMS, Claim
-from specdec.bench.common.journal import Journal
-from specdec.bench.common.provenance import provenance, read_records
 from specdec.bundled.load import TINY_FOLDER
 from specdec.commands.options import load_target
 from specdec.common.files import replace_file
-from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
 from specdec.evaluation.prompts import evenly, first_turns, read_questions
-from specdec.evaluation.replay import Recording
 from specdec.models.target.target import Target
 
 __all__ = ["PAGE", "main", "measured_in", "page_of"]
@@ -48,14 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the cells that are due; returns the exit status."""
     options = _options(arguments)
     model, tokenizer = load_target(options.model, options)
+    target = Target(model)
     questions = evenly(read_questions(options.prompts), options.num_prompts)
     prompts = first_turns(questions, tokenizer)
     claims = {section: CLAIMS[section] for section in options.only}
     arms = list(dict.fromkeys(arm for rows in claims.values() for claim in rows for arm in _arms(claim)))
-    stops = model.generation_config.eos_token_id
-    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-    setup = _setup(options, prompts, str(model.dtype))
-    papers = _Papers(Target(model), prompts, stops, options, arms, setup)
+    sizes, steps = _sizes(options), list(dict.fromkeys(arm.steps for arm in arms))
+    setup = setup_of(options.model, model.dtype, options.prompts, prompts, sizes)
+    cells = DrafterCells(options.output, options.drafters, setup, "papers")
+    bench = Bench(target, prompts, target.stop_tokens, options.drafters, sizes, steps, cells.recording)
+    papers = _Papers(bench, cells, steps)
     try:
         papers.run()
     finally:
@@ -77,7 +71,7 @@ def measured_in(records: Sequence[Mapping[str, Any]]) -> Measured:
 
     def measured(arm: Arm) -> list[Counts]:
         ours = [one for one in records if one["arm"] == str(arm.steps) and _trained(one["drafter"]) == arm.drafter]
-        found = [{int(place): (a, b) for place, a, b in one["counts"]} for one in ours if "counts" in one]
+        found = [counts_of(one) for one in ours if "counts" in one]
         if not found:
             why = next((one["not_run"] for one in ours if "not_run" in one), "not there, or left out")
             raise NotRunError(f"{arm.drafter}: {why}")
@@ -98,102 +92,47 @@ def _trained(source: str) -> str:
 
 
 class _Papers:
-    """The cells of a run, and what is known of them.
+    """The cells of a run.
 
     Args:
-        target: the target.
-        prompts: token ids of the prompts.
-        stop_tokens: tokens after which a text ends.
-        options: of the command line.
-        arms: what is to be measured.
-        setup: what all arms have in common.
+        bench: measures them.
+        cells: what is known of them.
+        steps: the arms to be measured.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        prompts: Sequence[torch.Tensor],
-        stop_tokens: Sequence[int],
-        options: argparse.Namespace,
-        arms: Sequence[Arm],
-        setup: Mapping[str, Any],
-    ) -> None:
-        self._key = _digest(json.dumps(setup, sort_keys=True).encode())
-        self._setup = setup
-        self._output: Path = options.output
-        self._steps = list(dict.fromkeys(arm.steps for arm in arms))
-        sizes = _sizes(options)
-        self._bench = Bench(target, prompts, stop_tokens, options.drafters, sizes, self._steps, self._recording)
-        self._digests: dict[str, str] = {}
-        self._records = {one["cell"]: one for one in read_records(options.output) if "cell" in one}
+    def __init__(self, bench: Bench, cells: DrafterCells, steps: Sequence[Arm]) -> None:
+        self._bench = bench
+        self._cells = cells
+        self._due = [(arm, source) for arm in steps for source in bench.sources(arm)]
 
     def run(self) -> None:
         """Measure every cell that is due."""
-        journal = Journal(self._output, resume=True)
-        cells = [(arm, source) for arm in self._steps for source in self._bench.sources(arm)]
-        for number, (arm, source) in enumerate(cells, start=1):
-            cell = self._cell(arm, source)
-            if not journal.is_due(cell):
-                continue
-            journal.begin(cell)
-            begin = time.perf_counter()
-            try:
-                counts = self._bench.measure(arm, source)
-                record: dict[str, Any] = {"counts": [[place, *pair] for place, pair in counts.items()]}
-                told = f"{sum(pair[0] for pair in counts.values()) / sum(pair[1] for pair in counts.values()):.3f}"
-            except NotRunError as error:
-                record = {"not_run": str(error)}
-                told = f"not run: {error}"
-            seconds = time.perf_counter() - begin
-            record |= {"bench": "papers", "arm": str(arm), "drafter": source, "setup": dict(self._setup)}
-            record |= {"seconds": round(seconds, 1), "provenance": provenance()}
-            journal.end(cell, record)
-            self._records[cell] = record
-            print(f"{number} of {len(cells)}: {arm} ({source}): {told}, {seconds:.0f} s", flush=True)
+        for number, (arm, source) in enumerate(self._due, start=1):
+            record, is_new = self._cells.measure(str(arm), source, partial(self._measured, arm, source))
+            if is_new:
+                told = f"not run: {record['not_run']}" if "not_run" in record else _told(counts_of(record))
+                print(f"{number} of {len(self._due)}: {arm} ({source}): {told}, {record['seconds']:.0f} s", flush=True)
 
     @property
     def current(self) -> list[Mapping[str, Any]]:
         """The records of cells as they would be measured now: of these drafters, prompts and sizes."""
-        cells = [self._cell(arm, source) for arm in self._steps for source in self._bench.sources(arm)]
-        return [self._records[cell] for cell in cells if cell in self._records]
+        found = (self._cells.find(str(arm), source) for arm, source in self._due)
+        return [record for record in found if record is not None]
 
-    def _cell(self, arm: Arm, source: str) -> str:
-        """Name of a cell; another one once the drafter has changed."""
-        if source not in self._digests:
-            files = [] if source in KINDS_WITHOUT_WEIGHTS else sorted((self._bench.folder / source).iterdir())
-            kept = [file for file in files if file.suffix == ".safetensors" or file.name in _TELLING]
-            self._digests[source] = _digest(*(file.read_bytes() for file in kept))
-        return f"{arm} | {source} {self._digests[source]} | {self._key}"
-
-    def _recording(self, bench: Bench) -> Recording:
-        """Plain decoding of all prompts, kept beside the records."""
-        taps = "".join(f"-{layer}" for layer in bench.target.tap_layers)
-        file = self._output.with_name(f"{self._output.stem}-{self._key}{taps}.recording.pt")
-        if file.exists():
-            return Recording.load(file)
-        recording = bench.record()
-        recording.save(file)
-        return recording
+    def _measured(self, arm: Arm, source: str) -> dict[str, Any]:
+        try:
+            return as_record(self._bench, arm, source)
+        except NotRunError as error:
+            return {"not_run": str(error)}
 
 
-_TELLING = frozenset({"specdec.json", "config.json", "tree.json"})
+def _told(counts: Counts) -> str:
+    """The mean that counts stand for."""
+    return f"{sum(pair[0] for pair in counts.values()) / sum(pair[1] for pair in counts.values()):.3f}"
 
 
 def _arms(claim: Claim) -> tuple[Arm, Arm]:
     return claim.ours, claim.theirs
-
-
-def _setup(options: argparse.Namespace, prompts: Sequence[torch.Tensor], dtype: str) -> dict[str, Any]:
-    """What makes figures comparable: nothing of it names a place on this machine."""
-    ids = json.dumps([prompt.tolist() for prompt in prompts]).encode()
-    return {
-        "model": Path(options.model).name,
-        "dtype": dtype.removeprefix("torch."),
-        "prompts": f"{options.prompts.parent.name}/{options.prompts.name}",
-        "num_prompts": len(prompts),
-        "prompt_ids": _digest(ids),
-        **asdict(_sizes(options)),
-    }
 
 
 def _printed(setup: Mapping[str, Any], commits: Sequence[str]) -> dict[str, str]:
@@ -219,14 +158,6 @@ def _sizes(options: argparse.Namespace) -> Sizes:
         batch_size=options.batch_size,
         seed=options.seed,
     )
-
-
-def _digest(*parts: bytes) -> str:
-    """Eight hexadecimal digits."""
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()[:8]
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

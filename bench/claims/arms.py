@@ -142,6 +142,16 @@ class Bench:
         seeds = sorted(self.folder.glob(f"{arm.drafter}.seed[0-9]*"))
         return [path.name for path in (self.folder / arm.drafter, *seeds) if path.is_dir()]
 
+    def drafter(self, arm: Arm, source: str) -> Drafter:
+        """The drafter of an arm, with the arm's tree.
+
+        Raises:
+            ValueError: it cannot have that tree.
+        """
+        if source in KINDS_WITHOUT_WEIGHTS:
+            return load_drafter(source, self.target)
+        return load_drafter(self.folder / source, self.target, tree=_shape(arm, self.sizes.common_tree))
+
     def measure(self, arm: Arm, source: str) -> Counts:
         """Count what an arm does with one drafter.
 
@@ -151,7 +161,7 @@ class Bench:
         try:
             if arm.figure == "acceptance rate":
                 return self._rates(arm, source)
-            drafter = self._drafter(arm, source)
+            drafter = self.drafter(arm, source)
             if isinstance(arm.rule, Greedy) and arm.temperature == 0 and not drafter.reads_rejected:
                 length = self.sizes.num_sampled_tokens if arm.is_short else None
                 stats = replay(self.recorded, drafter, batch_size=self.sizes.batch_size, max_new_tokens=length)
@@ -183,13 +193,8 @@ class Bench:
         for arm in self._arms:
             for source in self.sources(arm):
                 with suppress(NotRunError, ValueError):  # `measure` tells
-                    self._drafter(arm, source).bind(self.target)
+                    self.drafter(arm, source).bind(self.target)
         return RecordedTarget(self.target, self._make_recording(self))
-
-    def _drafter(self, arm: Arm, source: str) -> Drafter:
-        if source in KINDS_WITHOUT_WEIGHTS:
-            return load_drafter(source, self.target)
-        return load_drafter(self.folder / source, self.target, tree=_shape(arm, self.sizes.common_tree))
 
     def _sampled_places(self) -> list[int]:
         return evenly(range(len(self.prompts)), self.sizes.num_sampled_prompts)
@@ -224,7 +229,7 @@ class Bench:
 
     def _rates(self, arm: Arm, source: str) -> Counts:
         """Sums of acceptance rates and numbers of places, by prompt."""
-        drafter = self._drafter(replace(arm, tree=(1,)), source)
+        drafter = self.drafter(replace(arm, tree=(1,)), source)
         if not isinstance(drafter, DraftModel):
             raise NotRunError(f"acceptance rates are computed for draft models, got {drafter.kind}")
         drafter.bind(self.target)

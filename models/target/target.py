@@ -180,6 +180,12 @@ class Target:
                 _own_buffers(modules)
 
     @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a text, by the model's own configuration."""
+        ends = self.model.generation_config.eos_token_id
+        return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+    @property
     def tables(self) -> tuple[torch.Tensor, ...]:
         """What passes read beside the model's own tensors, once it was hooked; they stay as long as the model does."""
         return () if self._path is None else self._path.tables

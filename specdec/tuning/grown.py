@@ -83,7 +83,7 @@ def tune_grown(
     decoder = Decoder(target, drafter)
     for begin in range(0, len(prompts), _BATCH):
         batch = prompts[begin : begin + _BATCH]
-        texts += decoder.decode(batch, max_new_tokens, stop_tokens=_stop_tokens(target)).tokens
+        texts += decoder.decode(batch, max_new_tokens, stop_tokens=target.stop_tokens).tokens
         report("writing texts", len(texts), len(prompts))
     ranks = rank_texts(
         target,
@@ -107,9 +107,3 @@ def _depth_of(drafter: Drafter) -> int:
     """The deepest tree to grow."""
     limit = drafter.depth_limit(drafter.network.config) if isinstance(drafter, NetworkDrafter) else None
     return DEPTH if limit is None else limit[0]
-
-
-def _stop_tokens(target: Target) -> tuple[int, ...]:
-    """What ends the target's texts."""
-    stops = target.model.generation_config.eos_token_id
-    return () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)

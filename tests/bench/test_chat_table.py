@@ -44,6 +44,12 @@ def test_every_drafter_is_measured_once_and_a_new_one_added(arguments, tmp_path,
     shutil.copytree(TINY_FOLDER / "hydra", tmp_path / "drafters/hydra")
     assert main(arguments) == 0
     assert "`hydra`" in capsys.readouterr().out
+    count = len((tmp_path / "records.jsonl").read_text().splitlines())
+    shutil.copytree(TINY_FOLDER / "hydra++", tmp_path / "drafters/medusa", dirs_exist_ok=True)
+    assert main(arguments) == 0
+    again = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()[count:]]
+    assert {one["drafter"] for one in again if "cell" in one} == {"medusa"}, "a drafter that changed is due again"
+    assert "3.7 M" in capsys.readouterr().out.split("`medusa`")[1].splitlines()[0], "its last records are shown"
 
 
 def test_a_text_that_differs_is_told():

@@ -129,7 +129,7 @@ def test_arms_that_sample_are_decoded_and_greedy_ones_replayed(bench):
     assert list(drawn) == [0, 1]
     assert all(tokens == 7 for tokens, _ in drawn.values())  # the prompt's own token is no step's
     greedy = bench.measure(Arm("medusa", (2, 1)), "medusa")
-    drafter = bench._drafter(Arm("medusa", (2, 1)), "medusa")
+    drafter = bench.drafter(Arm("medusa", (2, 1)), "medusa")
     real = Decoder(bench.target, drafter).decode(list(bench.prompts), 16).stats.num_emitted
     assert list(greedy.values()) == [(sum(row), len(row)) for row in real]
     short = bench.measure(Arm("medusa", (2, 1), is_short=True), "medusa")

@@ -13,7 +13,7 @@ from specdec.common.checks import check_at_least
 from specdec.training.data.chat_templates import ChatTemplate
 from specdec.training.data.samples import UnusableError
 from specdec.training.distill.prompts import Prompt
-from specdec.training.distill.writing import Writer, continue_prompts, end_tokens
+from specdec.training.distill.writing import Writer, continue_prompts
 
 __all__ = ["SelfPrompts", "UserTurn", "draw_prompts"]
 
@@ -94,7 +94,7 @@ def draw_prompts(writer: Writer, prompts: Sequence[Prompt], turn: UserTurn, how:
     """
     made = {prompt.index: prompt for prompt in prompts if not prompt.is_self_made}
     num_drawn = 0
-    ends = None if turn.end_token is None else end_tokens(writer.target) | {turn.end_token}
+    ends = None if turn.end_token is None else {*writer.target.stop_tokens, turn.end_token}
     stop = {} if turn.end_token is not None else {"stop_strings": [turn.end_text], "tokenizer": writer.tokenizer}
     while missing := [prompt for prompt in prompts if prompt.index not in made]:
         if num_drawn >= MAX_DRAWS:
@@ -128,7 +128,7 @@ def _prompt(writer: Writer, prompt: Prompt, turn: UserTurn, tokens: list[int]) -
     tokenizer = writer.tokenizer
     if turn.end_token is not None:
         *body, last = tokens
-        has_ended = last == turn.end_token or last in end_tokens(writer.target)
+        has_ended = last == turn.end_token or last in writer.target.stop_tokens
         text = tokenizer.decode(body)
     else:
         body = tokens

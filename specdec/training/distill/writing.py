@@ -14,7 +14,7 @@ from specdec.models.target.target import Target
 from specdec.training.data.chat_templates import ChatTemplate
 from specdec.training.distill.prompts import Message, Prompt
 
-__all__ = ["Conversation", "Writer", "continue_prompts", "end_tokens"]
+__all__ = ["Conversation", "Writer", "continue_prompts"]
 
 _SEEDS_OF_A_TURN = 2**32
 """Seeds count prompts up from the run's; later turns and draws of one prompt are this far apart."""
@@ -138,7 +138,7 @@ class Conversation:
             return list(encoded.input_ids), []
         tokens, spans = list(self.tokens), list(self.spans)
         rest = behind.removeprefix(answer)
-        if tokens[-1] in end_tokens(self._writer.target):
+        if tokens[-1] in self._writer.target.stop_tokens:
             end = tokenizer.decode(tokens[-1:])
             if rest.lstrip().startswith(end):
                 rest = rest.lstrip().removeprefix(end)
@@ -184,7 +184,7 @@ def continue_prompts(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    stops = end_tokens(target) if ends is None else frozenset(ends)
+    stops = frozenset(target.stop_tokens if ends is None else ends)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     output: Any = generate(
         target,
@@ -202,9 +202,3 @@ def continue_prompts(
         end = next((place for place, token in enumerate(row) if token in stops), len(row) - 1)
         continuations.append(row if "min_new_tokens" in generation else row[: end + 1])
     return continuations
-
-
-def end_tokens(target: Target) -> frozenset[int]:
-    """The tokens that end a text of the target's, by its own configuration."""
-    ends = target.model.generation_config.eos_token_id
-    return frozenset([ends] if isinstance(ends, int) else ends or ())

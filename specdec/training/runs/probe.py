@@ -85,7 +85,5 @@ def probe_stats(
         drafter = objective.drafter(tree)
     finally:
         objective.network = network
-    stops = target.model.generation_config.eos_token_id
-    stop_tokens = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
     with torch.autocast(target.device.type, enabled=False):
-        return Decoder(target, drafter).decode(list(prompts), new_tokens, stop_tokens=stop_tokens).stats
+        return Decoder(target, drafter).decode(list(prompts), new_tokens, stop_tokens=target.stop_tokens).stats
