@@ -89,7 +89,8 @@ def train_bundled_drafter(
         target: the target, in float32 or bfloat16.
         texts: what to learn from and to hold out.
         output: receives the drafter; replaced only once training is done.
-        work_dir: checkpoints; if it holds some, training goes on from them.
+        work_dir: checkpoints; if it holds some, training goes on from them. A drafter whose tree has yet to grow waits
+            beside it.
         probe: how tau is measured.
         states: folder that keeps what the target says about the texts, as for `train_drafter`.
         seed: of the order of the texts and of all noise.
@@ -122,23 +123,29 @@ def train_bundled_drafter(
         "seed": seed,
         "mixed_precision": True,
     }
-    report = train_drafter(
-        recipe.kind,
-        target,
-        texts,
-        output,
-        settings=settings,
-        run=Run(**{**run, **recipe.run}),
-        labels=recipe.labels,
-        tree=None if recipe.paths is None else TreeShape.from_paths(recipe.paths),
-        probe=probe,
-        work_dir=work_dir,
-        resume=True,
-        dtype=torch.float16,
-        states=states,
-    )
+    trained = output if recipe.grown is None else work_dir.with_name(f"{work_dir.name}-trained")
+    if trained.exists():
+        report: dict[str, float] = json.loads((trained / "training.json").read_text(encoding="utf-8"))["report"]
+    else:
+        report = train_drafter(
+            recipe.kind,
+            target,
+            texts,
+            trained,
+            settings=settings,
+            run=Run(**{**run, **recipe.run}),
+            labels=recipe.labels,
+            tree=None if recipe.paths is None else TreeShape.from_paths(recipe.paths),
+            probe=probe,
+            work_dir=work_dir,
+            resume=True,
+            dtype=torch.float16,
+            states=states,
+        )
     if recipe.grown is not None and states is not None and is_first_process():
-        _grow(recipe.grown, target, output, texts.read(target, seed)[1], states)
+        _grow(recipe.grown, target, trained, texts.read(target, seed)[1], states)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        trained.replace(output)
     return report
 
 

@@ -4,6 +4,7 @@ The target reads every batch once, without gradients, and an `Objective` turns w
 drafter's network. At each evaluation the network drafts for real: `tau` is measured on held-out prompts.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -192,9 +193,14 @@ def _record(
     kind: str, settings: Mapping[str, Any], labels: Labels, train: Sequence[Sample], held_out: Sequence[Sample]
 ) -> dict[str, Any]:
     """What makes a run the same run again, and what its results should be judged by."""
+    plain = {name: value for name, value in settings.items() if _is_plain(value)}
+    folders = {
+        name: Path(value) for name, value in settings.items() if isinstance(value, str | Path) and Path(value).is_dir()
+    }
     return {
         "kind": kind,
-        "settings": {name: _told(value) for name, value in settings.items() if _is_plain(value)},
+        "settings": plain | {name: folder.name for name, folder in folders.items()},  # as folders move
+        **({"begins_with": {name: _weights(folder) for name, folder in folders.items()}} if folders else {}),
         "labels": labels,
         "num_texts": len(train),
         "num_held_out": len(held_out),
@@ -224,6 +230,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool | list | tuple)
 
 
-def _told(value: Any) -> Any:
-    """A setting as a record has it: of a folder its name, as folders move."""
-    return Path(value).name if isinstance(value, str) and Path(value).is_dir() else value
+def _weights(folder: Path) -> str:
+    """SHA-256 of the weights in a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

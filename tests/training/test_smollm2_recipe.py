@@ -1,8 +1,10 @@
 """The chat model's drafters in miniature: the table is sound, each part is trained once, and what is there stays."""
 
+import dataclasses
 import gzip
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from lib.objectives import samples
 from specdec.commands import train_smollm2 as command
 from specdec.commands.cli import main
 from specdec.models.target.target import Target
-from specdec.training import smollm2
+from specdec.training import bundled_drafters, smollm2
 from specdec.training.bundled_drafters import BundledDrafter, drafters_table
 from specdec.training.data import Sample, read_samples
 from specdec.training.grown_tree import grown_tree
@@ -109,6 +111,35 @@ def test_parts_are_trained_once_and_share_what_the_target_says(tmp_path, monkeyp
     assert rows["heads"][4] == f"{train_report(tmp_path / 'out/heads')['tau']:.2f}"
 
 
+def test_a_drafter_appears_with_its_tree_or_not_at_all(tmp_path, monkeypatch):
+    data, grown = write_texts(tmp_path / "texts.jsonl"), specdec.TreeShape.from_paths([(0,), (3,)])
+    drafters = {"head": dataclasses.replace(DRAFTERS["head"], grown=(3, 1))}
+
+    monkeypatch.setattr(bundled_drafters, "grown_tree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_miniature(tmp_path, data=data, drafters=drafters)
+    assert not (tmp_path / "out/head").exists()
+    monkeypatch.setattr(bundled_drafters, "grown_tree", lambda *args, **kwargs: grown)
+    monkeypatch.setattr(bundled_drafters, "train_drafter", lambda *args, **kwargs: pytest.fail("it is trained"))
+    reports = train_miniature(tmp_path, data=data, drafters=drafters)
+    assert reports["head"] == train_report(tmp_path / "out/head")
+    assert specdec.load_drafter(tmp_path / "out/head", build_model("llama")).shape == grown
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["states"]
+
+
+def test_another_drafter_to_begin_with_is_another_run(tmp_path, monkeypatch):
+    data = write_texts(tmp_path / "texts.jsonl")
+    train_miniature(tmp_path, data=data, only=["head"])
+    monkeypatch.setattr("specdec.training.train._save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_miniature(tmp_path, data=data, only=["parallel"])
+    shutil.rmtree(tmp_path / "out/head")
+    monkeypatch.undo()
+    train_miniature(tmp_path, data=data, only=["head"], seed=1)
+    with pytest.raises(ValueError, match="begins_with"):
+        train_miniature(tmp_path, data=data, only=["parallel"])
+
+
 def test_a_tree_grows_on_the_held_out_answers_that_are_greedy(tmp_path, generator):
     """As `specdec tune --grow` does with the same prompts, where the target decodes."""
     model = build_model("llama")
@@ -132,6 +163,10 @@ def test_a_tree_grows_on_the_held_out_answers_that_are_greedy(tmp_path, generato
     assert shape == expected.tree(len(expected.tau))
     with pytest.raises(ValueError, match="samples: expected greedy answers of 17 tokens, got none in "):
         grown_tree(target, drafter, store, texts, num_nodes=9, depth=3, num_tokens=17)
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
 
 
 def train_report(folder):
