@@ -10,7 +10,6 @@ plain ones. It goes on where it stopped. The second prints the table in docs/dra
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -88,12 +87,12 @@ def chat_table(records: Path) -> str:
             arms.setdefault(one["drafter"], {})[one["figure"]] = one
     rows = []
     for name, found in sorted(arms.items(), key=lambda pair: _interval(pair[1].get("T = 0")).value):
-        texts = found.get("texts")
+        greedy, texts = found.get("T = 0", {}), found.get("texts")
         rows.append(
             {
                 "drafter": f"`{name}`",
-                "parameters": f"{found['T = 0']['num_parameters'] / 1e6:.1f} M" if "T = 0" in found else "-",
-                "tree": str(found["T = 0"]["num_nodes"]) if "T = 0" in found else "-",
+                "parameters": f"{greedy['trained']['num_parameters'] / 1e6:.1f} M" if "trained" in greedy else "-",
+                "tree": str(greedy.get("num_nodes", "-")),
                 "tau, T = 0": _printed(found.get("T = 0")),
                 "tau, T = 1": _printed(found.get("T = 1")),
                 "texts as plain": "-"
@@ -127,14 +126,9 @@ def differing_texts(
 
 
 def _measured(bench: Bench, arm: Arm) -> dict[str, Any]:
-    """The counts of an arm, parameters of its drafter, and nodes of its tree, the root counted."""
-    num_parameters = 0
-    if arm.drafter != _WITHOUT_WEIGHTS:
-        told = json.loads((bench.folder / arm.drafter / "training.json").read_text(encoding="utf-8"))
-        num_parameters = int(told["report"]["num_parameters"])
+    """The counts of an arm, and the nodes of its tree, the root counted."""
     nodes = bench.drafter(arm, arm.drafter).shape.num_nodes
-    sizes = {"figure": f"T = {arm.temperature:g}", "num_parameters": num_parameters, "num_nodes": nodes}
-    return {**sizes, **as_record(bench, arm, arm.drafter)}
+    return {"figure": f"T = {arm.temperature:g}", "num_nodes": nodes, **as_record(bench, arm, arm.drafter)}
 
 
 def _compared(bench: Bench, name: str, num_tokens: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Arms that sample decode for real: --num-sampled-prompts and --num-sampled-tokens
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def measured_in(records: Sequence[Mapping[str, Any]]) -> Measured:
 def page_of(records: Sequence[Mapping[str, Any]]) -> str:
     """The page of records of one setup."""
     commits = sorted({(one["provenance"]["git_sha"] or "unknown")[:12] for one in records})
-    return page(CLAIMS, measured_in(records), _printed(records[0]["setup"], commits) if records else {})
+    return page(CLAIMS, measured_in(records), _printed(records, commits) if records else {})
 
 
 def _trained(source: str) -> str:
@@ -135,8 +135,9 @@ def _arms(claim: Claim) -> tuple[Arm, Arm]:
     return claim.ours, claim.theirs
 
 
-def _printed(setup: Mapping[str, Any], commits: Sequence[str]) -> dict[str, str]:
+def _printed(records: Sequence[Mapping[str, Any]], commits: Sequence[str]) -> dict[str, str]:
     """The setup for the page."""
+    setup = records[0]["setup"]
     sampled = setup["num_sampled_prompts"] or setup["num_prompts"]
     return {
         "Target": f"{setup['model']}, {setup['dtype']}",
@@ -144,8 +145,20 @@ def _printed(setup: Mapping[str, Any], commits: Sequence[str]) -> dict[str, str]
         "Greedy arms": f"{setup['num_new_tokens']} new tokens of every prompt",
         "Arms that sample": f"{setup['num_sampled_tokens']} new tokens of {sampled} prompts",
         "The common tree": f"{'x'.join(map(str, setup['common_tree']))}, unless an arm says otherwise",
+        "Trainings": _trainings(records),
         "Commits": ", ".join(commits) or "none",
     }
+
+
+def _trainings(records: Iterable[Mapping[str, Any]]) -> str:
+    """How long drafters were trained."""
+    names: dict[str, set[str]] = {}
+    for one in records:
+        if "trained" in one:
+            told = f"{one['trained']['steps']:,} steps of {one['trained']['batch_size']} texts"
+            name = _trained(one["drafter"])
+            names.setdefault(told, set()).add("the `short-` ones" if name.startswith("short-") else name)
+    return "; ".join(f"{told}: {', '.join(sorted(found))}" for told, found in sorted(names.items())) or "not told"
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:

@@ -66,6 +66,7 @@ class DrafterCells:
         self._journal.begin(cell)
         begin = time.perf_counter()
         record = {"bench": self._bench, "arm": what, "drafter": drafter, "setup": self.setup, **measure()}
+        record |= self._trained(drafter)
         record |= {"seconds": round(time.perf_counter() - begin, 1), "provenance": provenance()}
         self._journal.end(cell, record)
         self._records[cell] = record
@@ -84,6 +85,15 @@ class DrafterCells:
         recording = bench.record()
         recording.save(file)
         return recording
+
+    def _trained(self, drafter: str) -> dict[str, Any]:
+        """How long a drafter was trained, and its parameters, if its folder says so."""
+        file = self._folder / drafter / "training.json"
+        if drafter in KINDS_WITHOUT_WEIGHTS or not file.exists():
+            return {}
+        told = json.loads(file.read_text(encoding="utf-8"))
+        run = {name: told["run"][name] for name in ("steps", "batch_size", "seed")}
+        return {"trained": run | {"num_parameters": int(told["report"]["num_parameters"])}}
 
     def _cell(self, what: str, drafter: str) -> str:
         if drafter not in self._digests:

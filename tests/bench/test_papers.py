@@ -183,6 +183,7 @@ def test_the_command_resumes_and_sees_drafters_change(tmp_path, capsys):
     assert {record["drafter"] for record in ended} == {"medusa", "amphista", "hydra++"}
     assert all(record["provenance"]["utc"] and record["setup"]["model"] == "tiny" for record in ended)
     assert "the first turns of tiny/prompts.json, 3 of them" in written.read_text()
+    assert re.search(r"Trainings: .*800 steps of 8 texts: amphista, hydra\+\+.*900 steps", written.read_text())
     assert str(tmp_path) not in output.read_text() + written.read_text()
 
     assert papers.main(options) == 0
