@@ -1,6 +1,7 @@
 """The short trainings behind the papers' ablations (`bench/claims/runs.py`), one after the other.
 
-    python -m specdec.bench.paper_runs --target MODEL --data own.jsonl --foreign foreign.jsonl --output FOLDER
+    python -m specdec.bench.paper_runs --target MODEL --data own.jsonl --output FOLDER
+    python -m specdec.bench.paper_runs ... --foreign foreign.jsonl --rewritten rewritten.jsonl
     python -m specdec.bench.paper_runs ... --seeds 0 1 2 --only short-hydra short-hydra-teacher
 
 What FOLDER holds is left alone, and a run that was interrupted goes on where it stopped, so that the command can be
@@ -33,11 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     runs = [(name, SHORT_RUNS[name], seed) for seed in options.seeds for name in options.only]
     for number, (name, run, seed) in enumerate(runs, start=1):
         output = options.output / (name if seed == options.seeds[0] else f"{name}.seed{options.seeds.index(seed)}")
-        source = options.foreign if run.foreign else options.data
+        source = {"own": options.data, "foreign": options.foreign, "rewritten": options.rewritten}[run.texts]
         if output.exists() or source is None:
-            print(
-                f"{number} of {len(runs)}: {output.name}: {'there' if output.exists() else 'no --foreign'}", flush=True
-            )
+            why = "there" if output.exists() else f"no --{run.texts}"
+            print(f"{number} of {len(runs)}: {output.name}: {why}", flush=True)
             continue
         texts = Texts(source, options.held_out, tokenizer, options.max_length)
         begin = time.perf_counter()
@@ -80,6 +80,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="a folder, a hub id or a name that ships, such as tiny")
     parser.add_argument("--data", type=Path, required=True, help="texts that the target wrote (docs/training.md)")
     parser.add_argument("--foreign", type=Path, help="texts that others wrote; without, runs on them are left out")
+    parser.add_argument("--rewritten", type=Path, help="the target's answers to the prompts of --foreign")
     parser.add_argument("--held-out", type=float, default=0.02, help="part of the texts (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="folder that receives the drafters by name")
     parser.add_argument("--only", nargs="+", choices=tuple(SHORT_RUNS), default=list(SHORT_RUNS), metavar="NAME")

@@ -7,7 +7,7 @@ learn with one rate, so that no arm is ahead by its recipe.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["SHORT_RUNS", "ShortRun"]
 
@@ -19,12 +19,12 @@ class ShortRun:
     Attributes:
         kind: of the drafter.
         settings: what it departs in, and what all of its kind have in common.
-        foreign: learn from texts that somebody else wrote.
+        texts: that it learns from: the target's own, foreign ones, or the target's own to the prompts of the foreign.
     """
 
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    foreign: bool = False
+    texts: Literal["own", "foreign", "rewritten"] = "own"
 
 
 def _hydra(**settings: Any) -> ShortRun:
@@ -40,9 +40,9 @@ def _falcon(block_size: int, **settings: Any) -> ShortRun:
     return ShortRun("falcon", {"block_size": block_size, "lstm_dropout": 0.0, **settings})
 
 
-def _parallelspec(*, foreign: bool = False, **settings: Any) -> ShortRun:
+def _parallelspec(texts: Literal["own", "foreign", "rewritten"] = "own", **settings: Any) -> ShortRun:
     # masks behind all tokens would make a step cost several of the others'
-    return ShortRun("parallelspec", {"num_groups": 48, **settings}, foreign)
+    return ShortRun("parallelspec", {"num_groups": 48, **settings}, texts)
 
 
 SHORT_RUNS: dict[str, ShortRun] = {
@@ -58,9 +58,9 @@ SHORT_RUNS: dict[str, ShortRun] = {
     "short-amphista-no-token": _amphista(sampled_token=False),
     "short-amphista-own-heads": _amphista(own_lm_heads=True),
     "short-amphista-low-rank": _amphista(own_lm_heads=True, head_rank=64),
-    "short-parallelspec": _parallelspec(),
     "short-parallelspec-5-masks": _parallelspec(num_masks=5),
-    "short-parallelspec-foreign": _parallelspec(foreign=True),
+    "short-parallelspec-foreign": _parallelspec("foreign"),
+    "short-parallelspec-rewritten": _parallelspec("rewritten"),
     "short-falcon": _falcon(2),
     "short-falcon-3": _falcon(3),
     "short-falcon-4": _falcon(4),

@@ -319,9 +319,9 @@ _PARALLELSPEC = (
         "Texts that the target wrote teach better than foreign ones",
         "3.78 over 3.49 (LLaMA-2-7B)",
         "more",
-        Arm("short-parallelspec"),
+        Arm("short-parallelspec-rewritten"),
         Arm("short-parallelspec-foreign"),
-        "Short trainings of equal length, on texts for the same kind of prompts.",
+        "Short trainings of equal length, on two answers to each of the same prompts.",
     ),
 )
 
