@@ -64,12 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
     cells = DrafterCells(options.output, options.drafters, setup, "chat_table")
     bench = Bench(target, prompts, target.stop_tokens, options.drafters, sizes, arms, cells.recording)
     for arm in arms:
-        record, is_new = cells.measure(str(arm), arm.drafter, partial(_measured, bench, arm))
-        if is_new:
+        record = cells.measure(str(arm), arm.drafter, partial(_measured, bench, arm))
+        if record is not None:
             print(f"{arm}: {_printed(record)}, {record['seconds']:.0f} s", flush=True)
     for name in names:
-        record, is_new = cells.measure("texts", name, partial(_compared, bench, name, options.num_checked_tokens))
-        if is_new:
+        record = cells.measure("texts", name, partial(_compared, bench, name, options.num_checked_tokens))
+        if record is not None:
             print(f"{name}: {record['num_identical']} of {len(prompts)} texts as plain", flush=True)
     print(chat_table(options.output), end="")
     return 0

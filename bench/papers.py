@@ -81,7 +81,8 @@ def measured_in(records: Sequence[Mapping[str, Any]]) -> Measured:
 
 
 def page_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """The page of records of one setup."""
+    """The page of records of one setup, as a file has them: what was only begun says nothing."""
+    records = [one for one in records if "cell" in one]
     commits = sorted({(one["provenance"]["git_sha"] or "unknown")[:12] for one in records})
     return page(CLAIMS, measured_in(records), _printed(records, commits) if records else {})
 
@@ -108,8 +109,8 @@ class _Papers:
     def run(self) -> None:
         """Measure every cell that is due."""
         for number, (arm, source) in enumerate(self._due, start=1):
-            record, is_new = self._cells.measure(str(arm), source, partial(self._measured, arm, source))
-            if is_new:
+            record = self._cells.measure(str(arm), source, partial(self._measured, arm, source))
+            if record is not None:
                 told = f"not run: {record['not_run']}" if "not_run" in record else _told(counts_of(record))
                 print(f"{number} of {len(self._due)}: {arm} ({source}): {told}, {record['seconds']:.0f} s", flush=True)
 

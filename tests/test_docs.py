@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.bench.chat_table import chat_table
 from specdec.bench.drafter_table import drafter_table
 from specdec.bundled.load import TINY_FOLDER
 
@@ -40,6 +41,7 @@ def test_the_examples_run_in_order(page, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-def test_the_table_of_the_bundled_drafters_is_that_of_their_records():
+def test_the_tables_of_the_bundled_drafters_are_those_of_their_records():
     page = (ROOT / "docs/drafters/README.md").read_text(encoding="utf-8")
     assert drafter_table(ROOT / "bench/results/cpu/decode.jsonl") in page
+    assert chat_table(ROOT / "bench/results/cpu/smollm2.jsonl") in page

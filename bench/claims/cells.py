@@ -47,9 +47,7 @@ class DrafterCells:
         self._journal = Journal(output, resume=True)
         self._records = {one["cell"]: one for one in read_records(output) if "cell" in one}
 
-    def measure(
-        self, what: str, drafter: str, measure: Callable[[], Mapping[str, Any]]
-    ) -> tuple[Mapping[str, Any], bool]:
+    def measure(self, what: str, drafter: str, measure: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """Measure a cell if it is due.
 
         Args:
@@ -58,19 +56,19 @@ class DrafterCells:
             measure: gives the fields of the record.
 
         Returns:
-            The record, which is empty if the cell was tried too often, and whether it is new.
+            The new record; None if the cell is not due.
         """
         cell = self._cell(what, drafter)
         if not self._journal.is_due(cell):
-            return self._records.get(cell, {}), False
+            return None
         self._journal.begin(cell)
         begin = time.perf_counter()
         record = {"bench": self._bench, "arm": what, "drafter": drafter, "setup": self.setup, **measure()}
         record |= self._trained(drafter)
         record |= {"seconds": round(time.perf_counter() - begin, 1), "provenance": provenance()}
         self._journal.end(cell, record)
-        self._records[cell] = record
-        return record, True
+        self._records[cell] = {**record, "cell": cell}
+        return record
 
     def find(self, what: str, drafter: str) -> Mapping[str, Any] | None:
         """The record of a cell as it would be measured now; None if there is none."""

@@ -13,6 +13,7 @@ from specdec.bench.claims.arms import Arm, Bench, NotRunError, Sizes, figures
 from specdec.bench.claims.page import judge, page
 from specdec.bench.claims.rates import rates_at_zero, rates_of_drawn
 from specdec.bench.claims.table import CLAIMS, Claim
+from specdec.bench.common.provenance import read_records
 from specdec.bundled.load import TINY_FOLDER, load_tiny
 from specdec.evaluation.prompts import first_turns, read_questions
 from specdec.loop.decoder import Decoder
@@ -192,6 +193,13 @@ def test_the_command_resumes_and_sees_drafters_change(tmp_path, capsys):
     assert papers.main(options) == 0
     again = [json.loads(line) for line in output.read_text().splitlines()][len(records) :]
     assert {record["drafter"] for record in again if "cell" in record} == {"medusa"}
+
+
+def test_the_page_is_that_of_the_records():
+    records = read_records(papers.PAGE.parents[1] / "bench/results/cpu/papers.jsonl")
+    assert papers.page_of(records) == papers.PAGE.read_text(encoding="utf-8")
+    told = [line for line in papers.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    assert sum("**" in line and "not run" not in line for line in told) >= 15
 
 
 def test_bad_options_are_named(tmp_path, capsys):
