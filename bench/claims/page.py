@@ -65,6 +65,8 @@ def judge(claim: Claim, measured: Measured) -> Outcome:
         verdict, note = "undecided", f"{len(places)} prompts are too few to tell"
     elif len(trained) == 2 and abs(ratio.value - 1) < CLOSE and num_seeds < MIN_SEEDS and verdict != "undecided":
         verdict, note = "undecided", f"within 5 %, which takes {MIN_SEEDS} training seeds to tell; {num_seeds} ran"
+    if verdict == "reproduced" and claim.presupposes and judge(claim.presupposes, measured).verdict != "reproduced":
+        verdict, note = "undecided", f"says nothing without: {claim.presupposes.text}"
     return Outcome(verdict, mean_of(first), mean_of(second), ratio, len(places), note)
 
 

@@ -100,6 +100,14 @@ def test_verdicts(ours, theirs, verdict, note):
     assert outcome.num_prompts == min(len(ours[0]), len(theirs[0]))
 
 
+@pytest.mark.parametrize(("before", "verdict"), [(2.0, "reproduced"), (3.0, "undecided")])
+def test_a_claim_says_nothing_without_the_one_it_presupposes(before, verdict):
+    last = Arm("hydra", (1, 1)), Arm("hydra", (1,))
+    measured = {last[0]: [counts(3.0)] * 3, last[1]: [counts(3.0)] * 3, OURS: [counts(3.0)], THEIRS: [counts(before)]}
+    claim = Claim("No more comes", "", "equal", *last, "", presupposes=CLAIM)
+    assert judge(claim, measured.__getitem__).verdict == verdict
+
+
 def test_the_page_tells_what_was_run_and_what_was_not():
     def measured(arm):
         if arm == THEIRS:
