@@ -189,14 +189,18 @@ def _collate_with(folder: Path, target: Target, objective: Objective, samples: S
     return store.collate
 
 
+_BEGINNINGS = ("eagle", "model")
+"""Settings that may name a folder of weights to begin with; other words, such as a variant, are no paths."""
+
+
 def _record(
     kind: str, settings: Mapping[str, Any], labels: Labels, train: Sequence[Sample], held_out: Sequence[Sample]
 ) -> dict[str, Any]:
     """What makes a run the same run again, and what its results should be judged by."""
     plain = {name: value for name, value in settings.items() if _is_plain(value)}
-    folders = {
-        name: Path(value) for name, value in settings.items() if isinstance(value, str | Path) and Path(value).is_dir()
-    }
+    # a name that is none of a folder's says by itself which weights it means
+    named = {name: Path(settings[name]) for name in _BEGINNINGS if settings.get(name) is not None}
+    folders = {name: path for name, path in named.items() if path.is_dir()}
     return {
         "kind": kind,
         "settings": plain | {name: folder.name for name, folder in folders.items()},  # as folders move

@@ -127,6 +127,16 @@ def test_a_drafter_appears_with_its_tree_or_not_at_all(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["states"]
 
 
+def test_a_folder_that_is_called_like_a_variant_says_nothing(tmp_path, monkeypatch):
+    (tmp_path / "medusa").mkdir()
+    monkeypatch.chdir(tmp_path)
+    recipe = BundledDrafter("parallelspec", 1, 1e-3, None, {"num_masks": 1, "variant": "medusa"}, 4)
+    train_miniature(tmp_path, data=write_texts(tmp_path / "texts.jsonl"), drafters={"masks": recipe})
+    record = json.loads((tmp_path / "out/masks/training.json").read_text())
+    assert "begins_with" not in record
+    assert record["settings"]["variant"] == "medusa"
+
+
 def test_another_drafter_to_begin_with_is_another_run(tmp_path, monkeypatch):
     data = write_texts(tmp_path / "texts.jsonl")
     train_miniature(tmp_path, data=data, only=["head"])
