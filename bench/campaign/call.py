@@ -11,8 +11,8 @@ from specdec.bench.campaign.running import Outcome, end_leftovers, run_stage
 from specdec.bench.campaign.stages import Stage, stages
 from specdec.bench.campaign.state import RUNNING, State, next_stage
 from specdec.bench.campaign.summary import Counts, summarize
-from specdec.bench.common.provenance import provenance
 from specdec.common.files import replace_file
+from specdec.common.provenance import provenance
 
 __all__ = ["DRY_NOTE", "Call"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.campaign.results import LIMIT_BYTES
-from specdec.bench.common.provenance import read_records
+from specdec.common.provenance import read_records
 
 __all__ = ["inspect", "rehearse"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from specdec.bench.campaign.stages import Stage
 from specdec.bench.common.journal import ended, last_lines
-from specdec.bench.common.provenance import read_records
 from specdec.common.files import replace_file
+from specdec.common.provenance import read_records
 
 __all__ = ["LIMIT_BYTES", "WORK", "collect", "log_end", "newest", "pack", "unpack"]
 

@@ -16,7 +16,7 @@ import torch
 
 from specdec.bench.claims.arms import Arm, Bench, Counts, Sizes
 from specdec.bench.common.journal import Journal
-from specdec.bench.common.provenance import provenance, read_records
+from specdec.common.provenance import provenance, read_records
 from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
 from specdec.drafting.folder import TREE
 from specdec.evaluation.replay import Recording

@@ -34,9 +34,9 @@ import torch
 
 from specdec.bench.common.cost import H200, Cost, Machine
 from specdec.bench.common.machine import measure_machine
-from specdec.bench.common.provenance import provenance
 from specdec.bench.common.shapes import StepShape
 from specdec.bench.common.timing import CPU_TIMING, ROUNDS, WARMUP_ROUNDS, Call, quantiles, time_on_gpu
+from specdec.common.provenance import provenance
 
 __all__ = ["BenchOp", "Call", "Provider", "WrongResultError", "cases", "compiled", "eager"]
 

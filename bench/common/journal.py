@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.common.provenance import append_record, read_records
+from specdec.common.provenance import append_record, read_records
 
 __all__ = ["AGAIN", "LEFT", "Journal", "ended", "last_lines"]
 

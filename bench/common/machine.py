@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from specdec.bench.common.cost import Machine
-from specdec.bench.common.provenance import append_record
 from specdec.bench.common.timing import WARMUP_ROUNDS, Call, elapsed_us, time_calls
+from specdec.common.provenance import append_record
 
 __all__ = ["describe_machine", "device_is_lost", "graph_gap_us", "limits", "main", "measure_machine"]
 __all__ += ["parse_options", "require_gpu"]

@@ -29,7 +29,6 @@ __all__ = ["BASELINE", "OUT_OF_TIME", "Cell", "arm_names", "run_cell"]
 BASELINE = "none"
 OUT_OF_TIME = "out of time"
 _TRANSFORMERS, _COMPILED = "transformers", "transformers_static"
-_ROUNDINGS = 4
 _WRONG = "its text is not that of plain decoding"
 _SPLIT_TOKENS = 32  # of the eager generation that is split into phases
 
@@ -229,25 +228,12 @@ def _gate(cell: Cell, tokens: list[list[list[int]]], reference: _Reference) -> d
             found = first_divergence(cell.target, prompt, plain, got, index=index)
             if found is not None:
                 divergences.append(found)
-    allowed = 0.0
-    if cell.target.dtype in (torch.bfloat16, torch.float16) and divergences:
-        allowed = _ROUNDINGS * torch.finfo(cell.target.dtype).eps * _largest_logit(cell)
-    is_red = any(abs(found.margin) > allowed for found in divergences)
+    is_red = any(found.is_error for found in divergences)
     return {
         "identical": not divergences,
         "divergences": [asdict(found) for found in divergences],
         "gate": "red" if is_red else "green",
     }
-
-
-@torch.no_grad()
-def _largest_logit(cell: Cell) -> float:
-    """The size of the target's largest logit, which is what its rounding is relative to."""
-    tokens = cell.batches[0][0][None, :64].to(cell.target.device)
-    lengths = torch.full((1,), tokens.shape[1], dtype=torch.int32, device=cell.target.device)
-    with cell.target.hooked():
-        logits = cell.target.prefill(tokens, lengths, cell.target.new_cache(1, tokens.shape[1])).logits
-    return float(logits.float().abs().amax())
 
 
 def _figures(cell: Cell, arm: Arm, times: ArmTimes, reference: _Reference) -> dict[str, Any]:

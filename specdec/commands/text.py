@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from specdec.common.text_pieces import TextPieces
 from specdec.loop.stats import AcceptanceStats
 
-__all__ = ["ACCEPTED_STYLE", "CompletionStream", "TextPieces", "chat_prompt", "check_chat_template", "describe_run"]
+__all__ = ["ACCEPTED_STYLE", "CompletionStream", "chat_prompt", "check_chat_template", "describe_run"]
 
 ACCEPTED_STYLE = "bold green"
 """How accepted draft tokens are printed."""
@@ -52,38 +53,6 @@ def chat_prompt(
     if not ids:
         raise ValueError("chat_template: expected one that writes at least one token, got an empty text")
     return torch.tensor([ids])
-
-
-class TextPieces:
-    """Turns a stream of tokens into pieces of text that, joined, are the text of all tokens.
-
-    A token may be part of a character or be written differently after its neighbours, so a piece is the difference of
-    two decodings; an unfinished character waits for the tokens that complete it.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(prompt)
-        self._start = max(0, len(prompt) - 4)  # a little context decides about spaces
-        self._shown = len(prompt)
-
-    def add(self, token: int) -> str:
-        """The text that this token adds; empty while a character is unfinished."""
-        self._ids.append(token)
-        before, after = self._decode(self._shown), self._decode(len(self._ids))
-        if after.endswith("\N{REPLACEMENT CHARACTER}") or len(after) < len(before):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
-
-    def rest(self) -> str:
-        """What an unfinished character at the end of the stream looks like."""
-        piece = self._decode(len(self._ids))[len(self._decode(self._shown)) :]
-        self._shown = len(self._ids)
-        return piece
-
-    def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._start : end], skip_special_tokens=True)
 
 
 class CompletionStream:

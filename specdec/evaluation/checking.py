@@ -14,6 +14,8 @@ from specdec.tuning.auto import load_drafter
 
 __all__ = ["CheckReport", "Divergence", "check", "first_divergence"]
 
+_ROUNDINGS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
@@ -26,6 +28,8 @@ class Divergence:
         speculative: the token of speculative decoding; -1 for the one of both that ended earlier.
         margin: logit of the plain token less that of the speculative one, in a plain pass over the common text. Near 0
             it is a tie that rounding decides; a large margin is a bug.
+        tolerance: margin up to which rounding may decide: four roundings of the largest logit in half precision, whose
+            passes of different shapes round differently; 0 in float32 and float64, where texts are to be the same.
     """
 
     prompt: int
@@ -33,6 +37,12 @@ class Divergence:
     plain: int
     speculative: int
     margin: float
+    tolerance: float
+
+    @property
+    def is_error(self) -> bool:
+        """Whether rounding does not explain it."""
+        return abs(self.margin) > self.tolerance or self.tolerance == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +133,21 @@ def first_divergence(
     position = next((i for i, (a, b) in enumerate(zip(plain, other, strict=True)) if a != b), None)
     if position is None:
         return None
-    margin = _margin(target, prompt, plain, other[position], position)
-    return Divergence(index, position, plain[position], other[position], margin)
+    margin, tolerance = _margin(target, prompt, plain, other[position], position)
+    return Divergence(index, position, plain[position], other[position], margin, tolerance)
 
 
 @torch.no_grad()
-def _margin(target: Target, prompt: torch.Tensor, expected: list[int], got: int, position: int) -> float:
-    """Logit of the expected token less that of the one that came, over the text before it."""
+def _margin(target: Target, prompt: torch.Tensor, expected: list[int], got: int, position: int) -> tuple[float, float]:
+    """Logit of the expected token less that of the one that came, over the text before it; and what rounding may do."""
     text = torch.cat(
         (prompt.to(target.device), torch.tensor(expected[:position], dtype=torch.int64, device=target.device))
     )
     lengths = torch.tensor([text.shape[0]], dtype=torch.int32, device=target.device)
     with target.hooked():
         logits = target.prefill(text[None], lengths, target.new_cache(1, text.shape[0])).logits[0].float()
-    return float(logits[expected[position]] - logits[got]) if min(got, expected[position]) >= 0 else float("inf")
+    is_half = target.dtype in (torch.bfloat16, torch.float16)
+    tolerance = _ROUNDINGS * torch.finfo(target.dtype).eps * float(logits.abs().amax()) if is_half else 0.0
+    if min(got, expected[position]) < 0:
+        return float("inf"), tolerance
+    return float(logits[expected[position]] - logits[got]), tolerance

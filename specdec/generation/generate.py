@@ -46,7 +46,7 @@ class SpecDecodeOutput(GenerateDecoderOnlyOutput):
     """What `generate` returns with `return_dict_in_generate=True`.
 
     `sequences` [B, T + new], `scores` and `logits` (if asked for) and `past_key_values` as transformers returns them,
-    and `stats`.
+    and `stats`. With `use_cache=False` there are no `past_key_values`, and nothing is copied for them.
     """
 
     stats: AcceptanceStats | None = None
@@ -143,7 +143,7 @@ def generate(
         processing=processing,
         **host.arguments(),
         prefill_chunk_size=config.prefill_chunk_size,
-        keep_cache=bool(config.return_dict_in_generate),
+        keep_cache=bool(config.return_dict_in_generate) and config.use_cache is not False,
     )
     host.end()
     _warn_if_refused(proposer, result.stats)
@@ -234,11 +234,15 @@ def _output(
     return output
 
 
-def _past_key_values(target: Target, is_text: torch.Tensor, result: DecodeResult, width: int) -> DynamicCache:
-    """Keys and values of all returned ids but the last column, as transformers keeps them; zeros at padding."""
+def _past_key_values(target: Target, is_text: torch.Tensor, result: DecodeResult, width: int) -> DynamicCache | None:
+    """Keys and values of all returned ids but the last column, as transformers keeps them; zeros at padding.
+
+    None where they were not asked for.
+    """
     counts = torch.tensor([len(tokens) for tokens in result.tokens], device=is_text.device)
     cache = result.cache
-    assert cache is not None
+    if cache is None:
+        return None
     if bool((counts < width).any()):  # rows that ended early: their last token was never run
         last = torch.tensor([tokens[-1:] for tokens in result.tokens], device=is_text.device)
         depth = torch.zeros(1, 1, dtype=torch.int32, device=is_text.device)

@@ -35,11 +35,13 @@ class StepOutput:
             `path[i]`.
         scores: the target's at every node, as they came; `scores.logits` are [B, N, V].
         processed: the same as the acceptance rule saw them.
+        tree: what was proposed; None of the prompt's pass.
     """
 
     path: torch.Tensor
     scores: Scores
     processed: Scores
+    tree: DraftTree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class Generation:
             state.cache.compact(verdict.path, verdict.num_accepted)
             self.drafter.commit(verdict, output)
             state.emit(verdict, tree.deepest, has_nan, self.stop_tokens, grows=True)
-        return StepOutput(verdict.path, scores, processed)
+        return StepOutput(verdict.path, scores, processed, tree)
 
     def _scores(self, output: TargetOutput | PrefillOutput) -> Scores:
         """The target's, with their logits written now if anyone will read them: then nothing is found without them."""

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from specdec.bench import small_m
-from specdec.bench.common import cost, machine, provenance, shapes, timing
+from specdec.bench.common import cost, machine, shapes, timing
 from specdec.bench.common.cost import H200, Cost, Machine
 from specdec.bench.common.harness import BenchOp, Call, Provider, WrongResultError, compiled
 from specdec.bench.common.shapes import StepShape, TreeSize
 from specdec.bench.kernels import bench_accept_naive, bench_rms_norm, bench_tree_attention
-from specdec.common import source
+from specdec.common import provenance, source
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = StepShape(shapes.TINY, batch=2, tree=TreeSize(7, 2), context=5, dtype=torch.float32)

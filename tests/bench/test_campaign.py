@@ -18,7 +18,7 @@ from specdec.bench.campaign.stages import ROOT, Stage
 from specdec.bench.campaign.state import RUNNING, State, next_stage, open_commands
 from specdec.bench.campaign.summary import summarize
 from specdec.bench.common.journal import AGAIN, LEFT
-from specdec.bench.common.provenance import append_record, read_records
+from specdec.common.provenance import append_record, read_records
 
 
 def make_stage(name, code="pass", *, least_s=1.0, most_s=60.0, **settings):

@@ -9,7 +9,7 @@ import torch
 
 from specdec.bench.common.journal import AGAIN, Journal, ended, last_lines
 from specdec.bench.common.machine import device_is_lost
-from specdec.bench.common.provenance import read_records
+from specdec.common.provenance import read_records
 
 
 def test_what_is_due(tmp_path):

@@ -15,7 +15,7 @@ import torch
 from specdec.bench import on_gpu
 from specdec.bench.campaign import call, rehearsal
 from specdec.bench.campaign.stages import ROOT, Stage
-from specdec.bench.common.provenance import read_records
+from specdec.common.provenance import read_records
 
 
 def test_bad_calls_are_refused(tmp_path, monkeypatch, capsys):

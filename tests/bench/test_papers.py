@@ -13,8 +13,8 @@ from specdec.bench.claims.arms import Arm, Bench, NotRunError, Sizes, figures
 from specdec.bench.claims.page import judge, page
 from specdec.bench.claims.rates import rates_at_zero, rates_of_drawn
 from specdec.bench.claims.table import CLAIMS, Claim
-from specdec.bench.common.provenance import read_records
 from specdec.bundled.load import TINY_FOLDER, load_tiny
+from specdec.common.provenance import read_records
 from specdec.evaluation.prompts import first_turns, read_questions
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Naive, Rejection

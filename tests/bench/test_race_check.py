@@ -7,9 +7,9 @@ from pathlib import Path
 from lib.op_calls import LAUNCHERS
 from specdec.bench.common.harness import Provider
 from specdec.bench.common.journal import ended
-from specdec.bench.common.provenance import read_records
 from specdec.bench.compiled import race_check
 from specdec.bench.kernels import bench_accept_rejection
+from specdec.common.provenance import read_records
 from specdec.kernels import accept_rejection, tree_attention
 from specdec.kernels.common.weight_first import choose_splits
 

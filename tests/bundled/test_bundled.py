@@ -13,7 +13,7 @@ import specdec
 from specdec.bundled.load import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
 from specdec.commands.cli import main
 from specdec.commands.demo import run_demo
-from specdec.commands.text import TextPieces
+from specdec.common.text_pieces import TextPieces
 from specdec.evaluation.comparison import ComparisonRow
 
 PROMPTS = json.loads((TINY_FOLDER / "prompts.json").read_text())

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ def provenance() -> dict[str, Any]:
 
     Returns:
         A JSON-able dictionary: `git_sha` and `git_dirty` (outside a git checkout what SPECDEC_GIT_SHA says and whether
-        SPECDEC_GIT_DIRTY is 1, None without them), `device`, `driver` and `sm_clock_max` (None without a GPU), `cpu`,
-        `python`, `torch`, `cuda` (None in a CPU build), `triton`, `argv` (absolute paths without their folders) and
-        `utc`.
+        SPECDEC_GIT_DIRTY is 1, None without them), `device`, `driver` and `sm_clock_max` (None without a GPU), `cpu`
+        (its model where the system tells), `threads` (that PyTorch computes with), `python`, `torch`, `cuda` (None in a
+        CPU build), `triton`, `transformers`, `argv` (absolute paths without their folders) and `utc`.
     """
     return {
         **_fixed(),
+        "threads": torch.get_num_threads(),
         "argv": [Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])],
         "utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -69,12 +71,22 @@ def _fixed() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if has_gpu else "cpu",
         "driver": command_output(*gpu_query, "--query-gpu=driver_version") if gpu_query else None,
         "sm_clock_max": command_output(*gpu_query, "--query-gpu=clocks.max.sm") if gpu_query else None,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": _cpu_model(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "triton": str(triton.__version__),
+        "transformers": version("transformers"),
     }
+
+
+def _cpu_model() -> str:
+    """What the processor is called."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _without_folders(argument: str) -> str:
