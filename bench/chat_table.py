@@ -28,8 +28,9 @@ from specdec.common.provenance import read_records
 from specdec.drafting.base import Drafter
 from specdec.evaluation.checking import Divergence, first_divergence
 from specdec.evaluation.intervals import Interval, mean_interval
-from specdec.evaluation.prompts import evenly, first_turns, read_questions
+from specdec.evaluation.prompts import first_turns, read_questions
 from specdec.evaluation.replay import Recording
+from specdec.evaluation.selection import evenly
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Naive, Rejection
 from specdec.models.target.target import Target

@@ -27,7 +27,8 @@ from specdec.bench.claims.table import CLAIMS, Claim
 from specdec.bundled.load import TINY_FOLDER
 from specdec.commands.options import load_target
 from specdec.common.files import replace_file
-from specdec.evaluation.prompts import evenly, first_turns, read_questions
+from specdec.evaluation.prompts import first_turns, read_questions
+from specdec.evaluation.selection import evenly
 from specdec.models.target.target import Target
 
 __all__ = ["PAGE", "main", "measured_in", "page_of"]

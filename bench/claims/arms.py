@@ -19,8 +19,8 @@ from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
 from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter
-from specdec.evaluation.prompts import evenly
 from specdec.evaluation.replay import RecordedTarget, Recording, record, replay
+from specdec.evaluation.selection import evenly
 from specdec.loop.decoder import Decoder
 from specdec.loop.processing import Processing
 from specdec.loop.rules import AcceptanceRule, Greedy

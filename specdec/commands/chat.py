@@ -92,9 +92,9 @@ class Chat:
     messages: list[dict[str, str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        from specdec.commands.text import check_chat_template
+        from specdec.training.data.chat_templates import ChatTemplate
 
-        check_chat_template(self.tokenizer, self.chat_template)
+        ChatTemplate(self.tokenizer, self.chat_template).check_is_there()
         self.reset()
 
     def reset(self) -> None:

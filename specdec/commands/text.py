@@ -3,27 +3,19 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specdec.common.text_pieces import TextPieces
 from specdec.loop.stats import AcceptanceStats
+from specdec.training.data.chat_templates import ChatTemplate
+from specdec.training.data.samples import UnusableError
 
-__all__ = ["ACCEPTED_STYLE", "CompletionStream", "chat_prompt", "check_chat_template", "describe_run"]
+__all__ = ["ACCEPTED_STYLE", "CompletionStream", "chat_prompt", "describe_run"]
 
 ACCEPTED_STYLE = "bold green"
 """How accepted draft tokens are printed."""
-
-
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Raise ValueError where there is no chat template, neither this one nor the tokenizer's own."""
-    if chat_template is None and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "chat_template: expected one, which the tokenizer does not have, got None; "
-            "pass --chat-template with a name (chatml, llama2, vicuna) or the model's Jinja file"
-        )
 
 
 def chat_prompt(
@@ -39,20 +31,10 @@ def chat_prompt(
     Raises:
         ValueError: no template, or one that refuses the conversation or writes nothing.
     """
-    check_chat_template(tokenizer, chat_template)
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=chat_template,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-    except TemplateError as error:
-        raise ValueError(f"chat_template: expected one that writes this conversation, got {error}") from error
-    ids = tokenizer(text, add_special_tokens=False).input_ids  # templates write the special tokens
-    if not ids:
-        raise ValueError("chat_template: expected one that writes at least one token, got an empty text")
-    return torch.tensor([ids])
+        return torch.tensor([ChatTemplate(tokenizer, chat_template).prompt(messages)])
+    except UnusableError as error:
+        raise ValueError(f"chat_template: expected one that writes this conversation, got {error.detail}") from error
 
 
 class CompletionStream:

@@ -1,1 +1,1 @@
-"""What decoding gives: the check against plain decoding, drafters side by side, recorded targets, intervals."""
+"""What decoding gives: questions, the check against plain decoding, drafters side by side, recordings, intervals."""

@@ -146,10 +146,10 @@ def test_answers_end_with_the_context_and_a_full_one_is_said():
 
 
 def test_a_tokenizer_without_a_template_is_refused_with_the_way_out(capsys):
-    with pytest.raises(ValueError, match="chat_template: expected one.*--chat-template with a name"):
+    with pytest.raises(ValueError, match="chat_template: expected one.*--chat-template with the one"):
         make_chat(chat_template=None)
     assert main(["chat", "--model", "tiny"]) == 2
-    assert "--chat-template with a name" in capsys.readouterr().err
+    assert "--chat-template with the one" in capsys.readouterr().err
     with pytest.raises(ValueError, match="chat_template: expected one that writes this conversation, got no bad words"):
         talk(make_chat(), "bad")
     with pytest.raises(ValueError, match="chat_template: expected one that writes at least one token"):

@@ -76,6 +76,23 @@ class ChatTemplate:
         """
         return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=prompting))
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
+        """Token ids of a conversation up to where its next answer begins.
+
+        Args:
+            messages: as transformers wants them.
+            tools: descriptions of functions, for templates that show them.
+
+        Raises:
+            UnusableError: the template refuses the conversation.
+            ValueError: there is none, it is no Jinja, or it writes nothing.
+        """
+        text = self.render(messages, tools, prompting=True)
+        ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)  # templates write the special tokens
+        if not ids:
+            raise ValueError("chat_template: expected one that writes at least one token, got an empty text")
+        return ids
+
     def encode_marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[bool]]:
@@ -88,12 +105,7 @@ class ChatTemplate:
         return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, **settings: Any) -> Any:
-        if self._text is None and not getattr(self.tokenizer, "chat_template", None):
-            names = ", ".join(shipped_templates())
-            raise ValueError(
-                "chat_template: expected one, which the tokenizer does not have, got None; "
-                f"pass --chat-template with the one of the model's family: {names}, or a Jinja file"
-            )
+        self.check_is_there()
         try:
             return self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -105,6 +117,20 @@ class ChatTemplate:
             raise ValueError(f"chat_template: expected a Jinja template, got line {error.lineno}: {error}") from error
         except Exception as error:  # templates raise what they like, about turns that do not alternate
             raise UnusableError("with turns that the chat template refuses", str(error)) from error
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a template, this one or the tokenizer's own."""
+        return self._text is not None or bool(getattr(self.tokenizer, "chat_template", None))
+
+    def check_is_there(self) -> None:
+        """Raise ValueError where there is no template."""
+        if not self.is_there:
+            names = ", ".join(shipped_templates())
+            raise ValueError(
+                "chat_template: expected one, which the tokenizer does not have, got None; "
+                f"pass --chat-template with the one of the model's family: {names}, or a Jinja file"
+            )
 
     def check(self) -> None:
         """Try the template on the plainest conversation.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.training.data.samples import UnusableError
+from specdec.training.data.samples import MalformedError, UnusableError
 
 __all__ = ["Conversation", "alternating", "conversation"]
 
@@ -58,11 +58,11 @@ def conversation(turns: Any, system: Any = None, tools: Any = None) -> Conversat
         tools: a list, or its JSON, that stands beside them.
 
     Raises:
-        UnusableError: it is no list of turns, or has one of an unknown role, without content, or with content that is
-            no text.
+        MalformedError: it is no list of turns.
+        UnusableError: it has one of an unknown role, without content, or with content that is no text.
     """
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(t, Mapping) for t in turns):
-        raise UnusableError("that is no list of turns", f"got {turns!r:.80}")
+        raise MalformedError("that is no list of turns", f"got {turns!r:.80}")
     messages = [_message(turn) for turn in turns]
     if isinstance(system, str) and not any(message["role"] == "system" for message in messages):
         messages.insert(0, {"role": "system", "content": system})

@@ -1,9 +1,9 @@
 """Rows of files and data sets, each with its place for messages.
 
 A file is read by its name's ending: `.pt` holds token ids, a [N, T] tensor or a list of 1-D tensors; `.parquet` has a
-row a text; anything else is JSON, a row a line or one array of all rows (as ShareGPT is published). What is no file but
-has the name of a data set, `owner/name`, comes from the hub: `owner/name:split` (by default `train`), with a
-configuration as `owner/name/configuration:split`.
+row a text; anything else is JSON, gzipped or not, a row a line or one array of all rows (as ShareGPT is published).
+What is no file but has the name of a data set, `owner/name`, comes from the hub: `owner/name:split` (by default
+`train`), with a configuration as `owner/name/configuration:split`.
 """
 
 import gzip
@@ -24,6 +24,7 @@ __all__ = ["data_hash", "hub_name", "rows_of"]
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[^/]+))?")
 _ENDINGS = (".json", ".jsonl", ".ndjson", ".parquet", ".pt", ".txt", ".csv", ".gz")
 _ROWS_AT_A_TIME = 1024
+_GZIP = b"\x1f\x8b"  # what every such file begins with
 
 Row = Mapping[str, Any]
 
@@ -55,8 +56,12 @@ def hub_name(source: str | Path) -> re.Match[str] | None:
     return _HUB_NAME.fullmatch(text)
 
 
-def rows_of(source: str | Path) -> Iterator[tuple[str, Row]]:
+def rows_of(source: str | Path, *, texts: bool = False) -> Iterator[tuple[str, Row]]:
     """Rows of a file or data set, each with its place for messages: `:12` is a line, `[12]` counts rows from 0.
+
+    Args:
+        source: a file, or a data set of the hub.
+        texts: take a JSON text in the place of an object, as a row `{"prompt": text}`.
 
     Raises:
         FileNotFoundError: no such file or data set.
@@ -67,7 +72,8 @@ def rows_of(source: str | Path) -> Iterator[tuple[str, Row]]:
         return _hub_rows(name)
     path = _file(source)
     readers = {".pt": _token_rows, ".parquet": _parquet_rows}
-    return readers.get(path.suffix, _json_rows)(path)
+    reader = readers.get(path.suffix)
+    return _json_rows(path, texts) if reader is None else reader(path)
 
 
 def _file(source: str | Path) -> Path:
@@ -79,35 +85,41 @@ def _file(source: str | Path) -> Path:
     return path
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def _json_rows(path: Path, texts: bool) -> Iterator[tuple[str, Row]]:
     """Rows of a file of JSON lines, of which empty ones are skipped, or of one JSON array."""
-    compressed = path.suffix == ".gz"
+    with path.open("rb") as start:
+        compressed = path.suffix == ".gz" or start.read(len(_GZIP)) == _GZIP
     try:
         with (gzip.open if compressed else open)(path, "rt", encoding="utf-8-sig") as file:
             lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
             for first, (number, line) in enumerate(lines):
                 if first == 0 and line.lstrip().startswith("["):
                     file.seek(0)
-                    yield from _array_rows(path, file.read())
+                    yield from _array_rows(path, file.read(), texts)
                     return
-                yield f":{number}", _object(line, path, number)
+                yield f":{number}", _line(line, f"{path}:{number}", texts)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected a file of UTF-8 text, got {error}") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: expected a whole gzip file, got {error}") from error
 
 
-def _object(line: str, path: Path, number: int) -> Row:
+def _line(line: str, place: str, texts: bool) -> Row:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}:{number}: expected a JSON object, got {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
-    return row
+        return _row(json.loads(line), place, texts)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: expected a JSON object, got {error}") from error
 
 
-def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:
+def _row(value: Any, place: str, texts: bool) -> Row:
+    if texts and isinstance(value, str):
+        return {"prompt": value}
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: expected a JSON object{' or text' * texts}, got {type(value).__name__}")
+    return value
+
+
+def _array_rows(path: Path, text: str, texts: bool) -> Iterator[tuple[str, Row]]:
     """Objects of one JSON array, one after the other: all of them at once take many times the file's size."""
     decoder, comma, end = json.JSONDecoder(), re.compile(r"\s*,\s*"), re.compile(r"\s*\]\s*$")
     place, index = text.index("[") + 1, 0
@@ -120,9 +132,7 @@ def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:
             row, place = decoder.raw_decode(text, match.end())
         except ValueError as error:
             raise ValueError(f"{path}[{index}]: expected a JSON object, got {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}[{index}]: expected a JSON object, got {type(row).__name__}")
-        yield f"[{index}]", row
+        yield f"[{index}]", _row(row, f"{path}[{index}]", texts)
         index += 1
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from specdec.training.data.conversations import Conversation, alternating, conversation
-from specdec.training.data.samples import UnusableError
+from specdec.training.data.samples import MalformedError
 
-__all__ = ["PlainText", "Row", "TokenIds", "parse_row"]
+__all__ = ["PlainText", "Row", "TokenIds", "parse_row", "system_of"]
 
 _LISTS_OF_TURNS = ("messages", "conversations", "conversation", "data")
 _QUESTIONS = ("instruction", "question", "query", "prompt")
@@ -59,31 +59,43 @@ class PlainText:
 Row: TypeAlias = TokenIds | PlainText | Conversation
 
 
-def parse_row(row: Mapping[str, Any]) -> Row:
+def parse_row(row: Mapping[str, Any], *, with_answer: bool = True) -> Row:
     """Read a row of any form; keys whose value is null count as absent.
 
+    Args:
+        row: what a file or data set has.
+        with_answer: read the answer beside a question and the completion of a prompt; else they may be anything.
+
     Raises:
-        UnusableError: it has none of the forms, or a value that its form does not have.
+        MalformedError: it has none of the forms, or a value that its form does not have.
+        UnusableError: a conversation that cannot be read.
         ValueError: token ids that are none.
     """
     row = {key: value for key, value in row.items() if value is not None}
     if "tokens" in row:
         return _token_ids(row)
-    system = row.get("system", row.get("system_prompt"))
+    system = system_of(row)
     if key := next((key for key in _LISTS_OF_TURNS if key in row), None):
         turns = row[key]
         if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
             return alternating(turns, system)
         return conversation(turns, system, row.get("tools"))
     if (asked := _question(row)) is not None:
-        return alternating([asked, *([_string(row, key) for key in _ANSWERS if key in row][:1])], system)
+        answer = next((key for key in _ANSWERS if key in row), None) if with_answer else None
+        return alternating([asked, *([_string(row, answer)] if answer else [])], system)
     if "prompt" in row:
-        return PlainText(_string(row, "prompt"), _string(row, "completion") if "completion" in row else "")
+        has_completion = with_answer and "completion" in row
+        return PlainText(_string(row, "prompt"), _string(row, "completion") if has_completion else "")
     if "text" in row:
         return PlainText("", _string(row, "text"))
-    raise UnusableError(
+    raise MalformedError(
         "of no known form", f"expected one of the keys {_KEYS}, got {', '.join(map(repr, row)) or 'none'}"
     )
+
+
+def system_of(row: Mapping[str, Any]) -> Any:
+    """What stands as system message beside the turns of a row; None if nothing does."""
+    return row.get("system", row.get("system_prompt"))
 
 
 def _question(row: Mapping[str, Any]) -> str | None:
@@ -97,7 +109,7 @@ def _question(row: Mapping[str, Any]) -> str | None:
 
 def _string(row: Mapping[str, Any], key: str) -> str:
     if not isinstance(row[key], str):
-        raise UnusableError(f"whose {key!r} is no text", f"got {type(row[key]).__name__}")
+        raise MalformedError(f"whose {key!r} is no text", f"got {type(row[key]).__name__}")
     return str(row[key])
 
 

@@ -7,8 +7,8 @@ from typing import TypeAlias, overload
 
 import torch
 
-__all__ = ["MIN_TOKENS", "Collate", "Sample", "Samples", "UnusableError", "collate", "masked", "split_held_out"]
-__all__ += ["SampleSequence", "token_counts"]
+__all__ = ["MIN_TOKENS", "Collate", "MalformedError", "Sample", "SampleSequence", "Samples", "UnusableError", "collate"]
+__all__ += ["masked", "split_held_out", "token_counts"]
 
 Collate: TypeAlias = "Callable[[Sequence[Sample]], dict[str, torch.Tensor]]"
 """Makes a batch of texts."""
@@ -29,6 +29,10 @@ class UnusableError(ValueError):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
+
+
+class MalformedError(UnusableError):
+    """A row that lacks what its form needs, or has something else in its place; the file may be another than meant."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,5 +122,4 @@ def _first_prompt(row: Row, segments: tuple[tuple[Message, ...], ...], template:
         conversation += [{"role": "assistant", "content": "."}] if conversation else []
         conversation += segment
     template.render(conversation, row.tools, prompting=True)
-    text = template.render(segments[0], row.tools, prompting=True)
-    return list(template.tokenizer(text, add_special_tokens=False).input_ids)
+    return template.prompt(segments[0], row.tools)

@@ -137,8 +137,7 @@ def _prompt(writer: Writer, prompt: Prompt, turn: UserTurn, tokens: list[int]) -
     if not has_ended or not text.strip() or not _special_tokens(tokenizer).isdisjoint(body):
         return None
     message = {"role": "user", "content": text.strip()}
-    rendered = ChatTemplate(tokenizer, writer.chat_template).render([message], prompting=True)
-    ids = tokenizer(rendered, add_special_tokens=False).input_ids
+    ids = ChatTemplate(tokenizer, writer.chat_template).prompt([message])
     return replace(prompt, tokens=tuple(ids), turns=((message,),)) if len(ids) < writer.room else None
 
 
