@@ -164,7 +164,13 @@ class Eagle(NetworkDrafter):
             backend=self._target.backend,
         )
         return DraftTree(
-            tree.tokens, tree.parent, tree.depth, tree.ancestors, deepest=tree.deepest, max_depth=shape.max_depth
+            tree.tokens,
+            tree.parent,
+            tree.depth,
+            tree.ancestors,
+            deepest=tree.deepest,
+            max_depth=shape.max_depth,
+            num_fixed=1,
         )
 
     def _extend(

@@ -14,7 +14,7 @@ import torch
 
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Choose
-from specdec.drafting.draft_tree import DraftTree, TreeTemplate
+from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
@@ -60,10 +60,13 @@ class Lookahead(Drafter):
         self.level = level
         self.window = window
         self.guesses = guesses
-        self._cell_paths = [_cell_path(column, row, guesses) for column in range(window) for row in range(level - 1)]
-        self._guess_paths = [(guess,) + (0,) * depth for guess in range(guesses) for depth in range(level - 1)]
+        cell_paths = [_cell_path(column, row, guesses) for column in range(window) for row in range(level - 1)]
+        guess_paths = [(guess,) + (0,) * depth for guess in range(guesses) for depth in range(level - 1)]
         # the window's causal mask is a tree too; its nodes are scored, and are padding to the acceptance rule
-        self.shape = TreeShape.from_paths([path for path in self._cell_paths if path] + self._guess_paths)
+        self.shape = TreeShape.from_paths(cell_paths[1:] + guess_paths)
+        # the window's nodes come before the guesses', of which those at the end are often unknown
+        self._paths = cell_paths + guess_paths
+        self.num_cells = len(cell_paths)
 
     def bind(self, target: Target) -> None:
         """Place the tree on the target's device."""
@@ -71,19 +74,17 @@ class Lookahead(Drafter):
         def table(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, device=target.device)
 
-        self._template = TreeTemplate(self.shape, target.device)
-        node_of = {path: node for node, path in enumerate(self.shape.rank_paths)}
-        source_of = {path: source for source, path in enumerate(self._cell_paths + self._guess_paths)}
-        self._source = table([source_of[path] for path in self.shape.rank_paths])
-        cell_nodes = table([node_of[path] for path in self._cell_paths]).view(self.window, -1)
-        self._last_cells = cell_nodes[:, -1].contiguous()  # [window]
-        guess_nodes = table([node_of[path] for path in self._guess_paths]).view(self.guesses, -1)
-        self._guess_nodes = guess_nodes.int()  # [guesses, level - 1]
+        places = torch.arange(self.shape.num_nodes, dtype=torch.int32, device=target.device)
+        shape_node = {path: node for node, path in enumerate(self.shape.rank_paths)}
+        order = [shape_node[path] for path in self._paths]
+        ancestors = torch.from_numpy(self.shape.ancestors[order][:, order])
+        self._depth = table([len(path) for path in self._paths])[None].int()
+        self._cell_words = pack_words(ancestors[: self.num_cells]).to(target.device)[None]
+        self._words = pack_words(torch.eye(self.shape.num_nodes, dtype=torch.bool)).to(target.device)  # [N, W]
+        self._last_cells = places[: self.num_cells].view(self.window, -1)[:, -1].long()  # [window]
+        self._guess_nodes = places[self.num_cells :].view(self.guesses, -1)  # [guesses, level - 1]
         self._guess_index = torch.arange(self.guesses, device=target.device)
         self._is_self = torch.eye(self.guesses, dtype=torch.bool, device=target.device)
-        own_bits = torch.eye(self.shape.num_nodes, dtype=torch.bool)
-        self._words = pack_words(own_bits).to(target.device)  # [N, W]
-        self._cell_words = self._template.ancestors[:, cell_nodes.flatten()]
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The window, and a pool for as many steps as there may be."""
@@ -94,9 +95,8 @@ class Lookahead(Drafter):
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Fill the window with tokens from all over the prompt; the pool is empty."""
-        num_cells = self.window * (self.level - 1)
         # cells differ in where they look, a row and its length decide the rest: alone or in a batch, every time
-        spread = (torch.arange(1, num_cells + 1, device=prompt.tokens.device) * _GOLDEN) % 2**32
+        spread = (torch.arange(1, self.num_cells + 1, device=prompt.tokens.device) * _GOLDEN) % 2**32
         places = (spread * prompt.lengths[:, None].long()) >> 32
         self._window.copy_(prompt.tokens.gather(1, places).view_as(self._window))
         self._pool.clear()
@@ -110,12 +110,13 @@ class Lookahead(Drafter):
         no_parents = torch.full_like(self._window, -1).flatten(1)
         cell_words = self._cell_words.expand(root.shape[0], -1, -1)
         return DraftTree(
-            tokens=torch.cat((self._window.flatten(1), guesses.flatten(1)), 1)[:, self._source],
-            parent=torch.cat((no_parents, parents.flatten(1)), 1)[:, self._source],
-            depth=self._template.depth,
-            ancestors=torch.cat((cell_words, ancestors.flatten(1, 2)), 1)[:, self._source],
+            tokens=torch.cat((self._window.flatten(1), guesses.flatten(1)), 1),
+            parent=torch.cat((no_parents, parents.flatten(1)), 1),
+            depth=self._depth,
+            ancestors=torch.cat((cell_words, ancestors.flatten(1, 2)), 1),
             deepest=is_known[:, 0].int() * (self.level - 1),
             max_depth=self.level - 1,
+            num_fixed=self.num_cells,
         )
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:

@@ -1,7 +1,7 @@
 """What a drafter proposes: one tree of tokens per row. A chain is a tree; the root alone is plain decoding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -31,6 +31,8 @@ class DraftTree:
         max_depth: largest depth that any step of this drafter can have.
         laws: [B, M, V] logits of the laws that the tokens were drawn from; None if they were not drawn.
         law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
+        num_fixed: nodes from the first on that are scored in any case, as their drafter reads what the target says at
+            them; padding behind these may be left out (`cut`). None: all of them.
     """
 
     tokens: torch.Tensor
@@ -41,6 +43,28 @@ class DraftTree:
     max_depth: int
     laws: torch.Tensor | None = None
     law_row: torch.Tensor | None = None
+    num_fixed: int | None = None
+
+    def cut(self) -> "DraftTree":
+        """The tree without the padding behind the last node that any row uses, which nobody has to score.
+
+        It asks the device how many nodes are left, and largest depth and verdicts stay as they are. A tree with laws is
+        not cut: it fills its shape, which rules may have tables of.
+        """
+        if self.num_fixed is None or self.laws is not None:
+            return self
+        is_used = (self.parent >= 0).any(0).tolist()
+        last_used = max((node for node, used in enumerate(is_used) if used), default=0)
+        num_nodes = max(self.num_fixed, last_used + 1)
+        if num_nodes == len(is_used):
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:, :num_nodes],
+            parent=self.parent[:, :num_nodes],
+            depth=self.depth[:, :num_nodes],
+            ancestors=self.ancestors[:, :num_nodes, : (num_nodes + 31) // 32],
+        )
 
 
 class TreeTemplate:
@@ -129,6 +153,7 @@ class TreeTemplate:
             ancestors=self.ancestors,
             deepest=num_tokens,
             max_depth=self.shape.max_depth,
+            num_fixed=1,
         )
 
 

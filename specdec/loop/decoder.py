@@ -296,7 +296,8 @@ class Decoder:
     ) -> Generation:
         """A generation that has not begun; `host_reads` says whether code on the host reads logits."""
         needs_logits = host_reads or self.acceptance.needs_logits or not processing.is_idle
-        return Generation(self.target, drafter, self._rule, state, stops, processing, timer, needs_logits)
+        may_ask = self.captured is None and self.target.device.type == "cpu"
+        return Generation(self.target, drafter, self._rule, state, stops, processing, timer, needs_logits, may_ask)
 
     def _find_captured(
         self,

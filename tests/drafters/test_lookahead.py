@@ -112,7 +112,7 @@ def paths_by_ancestors(tree, nodes):
 
 def window_nodes(drafter):
     """Nodes of the window, the root left out."""
-    return [node for node, path in enumerate(drafter.shape.rank_paths) if path and path[0] >= drafter.guesses]
+    return range(1, drafter.window * (drafter.level - 1))
 
 
 def compare_with_literal(model, prompt, max_new_tokens, chosen):

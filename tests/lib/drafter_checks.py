@@ -1,6 +1,6 @@
 """Checks that every drafter must pass, whatever it is made of."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -90,7 +90,7 @@ class Nudged(Drafter):
                 node = children[int(torch.randint(len(children), (), generator=self.generator))]
                 depth += 1
                 tokens[row, node] = expected[done + depth]
-        return DraftTree(tokens, tree.parent, tree.depth, tree.ancestors, tree.deepest, tree.max_depth)
+        return replace(tree, tokens=tokens, laws=None, law_row=None)
 
     def commit(self, verdict, output):
         self.num_done += verdict.num_emitted
