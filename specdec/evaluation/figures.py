@@ -138,7 +138,7 @@ def _by_arm(results: Results, temperature: float) -> Mapping[str, Mapping[_Group
 
 
 def _finished(results: Results, by_arm: Mapping[str, Mapping[_Group, list[Answer]]]) -> list[_Group]:
-    """The groups of which every arm has as many answers as the arm with most of them, in order."""
+    """The groups of which every arm has all answers, in order."""
     if PLAIN not in by_arm:
         return []
     sizes = {group: max(len(groups.get(group, ())) for groups in by_arm.values()) for group in by_arm[PLAIN]}
@@ -155,12 +155,9 @@ def _finished(results: Results, by_arm: Mapping[str, Mapping[_Group, list[Answer
 
 def _full_sizes(results: Results) -> dict[int, int]:
     """Answers of a group with all its turns and repeats."""
-    repeats = results.about.settings["repeats"]
-    left_out = {(one.question, one.turn) for one in results.left_out}
     sizes: dict[int, int] = defaultdict(int)
     for question in results.about.questions:
-        turns = range(1, question["num_turns"] + 1)
-        sizes[question["group"]] += repeats * sum((question["name"], turn) not in left_out for turn in turns)
+        sizes[question["group"]] += results.about.settings["repeats"] * question["num_turns"]
     return sizes
 
 
@@ -198,7 +195,7 @@ def _figures(
             GroupSpeed(
                 questions=tuple(dict.fromkeys(one.question for one in group)),
                 category=group[0].category,
-                speedup=rate[0] / rate[1] * other[1] / other[0],
+                speedup=(rate[0] * other[1]) / (rate[1] * other[0]),  # exactly 1 for the same rate
                 tau=one_stats.tau if one_stats is not None and one_stats.num_target_passes else None,
             )
             for group, rate, other, one_stats in zip(first, rates, plain_rates, stats, strict=True)

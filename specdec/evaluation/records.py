@@ -76,18 +76,18 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A prompt that does not fit into the model's context together with its answer.
+    """A question that cannot be asked as it is, such as one that is too long for the model's context.
 
     Attributes:
         question: its name.
-        turn: from 1.
-        num_tokens: of the prompt.
+        turn: from which on, from 1.
+        num_tokens: of the prompt; None where there is none.
         reason: in words.
     """
 
     question: str
     turn: int
-    num_tokens: int
+    num_tokens: int | None
     reason: str
 
 
@@ -258,7 +258,7 @@ class RecordFiles:
         """Drop what somebody was killed in writing."""
         for file in (self.records, self.traces):
             content = file.read_bytes() if file.is_file() else b""
-            if not content.endswith(b"\n"):
+            if content and not content.endswith(b"\n"):
                 with file.open("ab") as stream:
                     stream.truncate(content.rfind(b"\n") + 1)
 
