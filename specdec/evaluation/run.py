@@ -198,7 +198,7 @@ class _Run:
             tokens, stats = decoded.tokens[row], decoded.stats
             expected = tokens
             if arm.info.name != PLAIN or key.repeat > 0:
-                expected = self.results.answers[Key(PLAIN, *list(asdict(key).values())[1:-1], 0)].tokens
+                expected = self.results.answers[replace(key, arm=PLAIN, repeat=0)].tokens
             divergence = None
             if key.temperature == 0 and tokens != expected:
                 divergence = first_divergence(self.target, prompt, expected, tokens)
@@ -396,8 +396,8 @@ def _groups(questions: Sequence[Question], batch_size: int) -> Iterator[_Group]:
         if len(row) == batch_size:
             made.append(tuple(waiting.pop(question.category)))
     made += [tuple(row) for row in waiting.values()]
-    for number, row in enumerate(made):
-        yield _Group(number, row)
+    for number, members in enumerate(made):
+        yield _Group(number, members)
 
 
 def _told(groups: Sequence[_Group]) -> list[dict[str, Any]]:
