@@ -26,7 +26,7 @@ def examples(page):
         yield "\n" * (text[: block.start()].count("\n") + 1) + block.group(1)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sampling.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/sampling.md", "docs/prompts.md"])
 def test_the_examples_run_in_order(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("accelerate")  # what transformers needs for device_map
     monkeypatch.chdir(tmp_path)

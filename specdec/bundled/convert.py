@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec.bundled.wheel import say
+from specdec.common.fetching import say
 
 __all__ = ["WEIGHTS", "check_can_convert", "convert", "hash_of_weights"]
 

