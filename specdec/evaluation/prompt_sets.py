@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from specdec.bundled.load import TINY_FOLDER
-from specdec.common.fetching import FetchError, download
+from specdec.common.fetching import FetchError, download, say
 from specdec.common.files import cache_folder, file_sha256
 from specdec.evaluation.prompts import Question, QuestionSet, read_question_set
 from specdec.training.data.files import hub_name
@@ -113,6 +113,7 @@ def find_questions(
         return replace(read_question_set(TINY_FOLDER / "prompts.json", name), source=_BUNDLED)
     source = _HUB.get(name, name)
     if hub_name(source):
+        say(f"{name}: reading {source} from the hub")  # without a network its library tries for half a minute
         return read_question_set(source, name)
     raise FileNotFoundError(
         f"prompts: expected a file, one of {', '.join(known_names())}, or a data set of the hub as owner/name:split, "

@@ -155,7 +155,7 @@ def test_the_bundled_prompts_need_no_network():
     assert (found.name, found.source) == ("bundled", "bundled")
 
 
-def test_data_sets_of_the_hub_go_through_their_library(monkeypatch):
+def test_data_sets_of_the_hub_go_through_their_library(monkeypatch, capsys):
     calls = []
 
     class Library:
@@ -168,6 +168,7 @@ def test_data_sets_of_the_hub_go_through_their_library(monkeypatch):
     found = find_questions("speed_bench")
     assert (found.name, found.source) == ("speed_bench", "nvidia/SPEED-Bench/qualitative:test")
     assert found.questions == (Question("a", "coding", ("x?", "y?")),)
+    assert "speed_bench: reading nvidia/SPEED-Bench/qualitative:test from the hub" in capsys.readouterr().err
     assert find_questions("some/thing:test").questions == found.questions
     assert list(dict.fromkeys(calls)) == [("nvidia/SPEED-Bench", "qualitative", "test"), ("some/thing", None, "test")]
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
