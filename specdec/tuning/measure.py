@@ -204,10 +204,12 @@ def _static_tree(drafter: Drafter) -> TreeShape:
 def _pass_ms(
     target: Target, text: torch.Tensor, num_nodes: int, max_rows: int, measure: Measure
 ) -> Mapping[int, float]:
-    """Times of the target's pass for trees of 1, 2, 4, ... nodes and the whole tree, by rows of the whole batch."""
+    """Times of the target's pass for trees of 1, 2, 3, 4, 6, 8, ... nodes and the whole one, by rows of the batch."""
     batch_size, context = text.shape
     most = max(1, min(num_nodes, max_rows // batch_size))
-    sizes = sorted({1, most, *(2**power for power in range(10) if 2**power < most)})
+    # passes of 3 rows may cost what those of 2 do, and those of 4 a lot more: so it is with the products of some CPUs
+    between = {size for power in range(10) for size in (2**power, 3 * 2**power)}
+    sizes = sorted({1, most, *(size for size in between if size < most)})
     lengths = torch.full((batch_size,), context, dtype=torch.int32, device=target.device)
     times: dict[int, float] = {}
     with without_autograd(target.device), target.hooked():
