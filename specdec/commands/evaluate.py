@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from specdec.commands.options import Commands
     from specdec.drafting.base import Drafter
     from specdec.evaluation.figures import ArmFigures
-    from specdec.evaluation.prompts import Question, QuestionSet
+    from specdec.evaluation.prompts import QuestionSet
     from specdec.evaluation.records import Results
     from specdec.evaluation.run import Progress
     from specdec.models.target.target import Target
@@ -61,12 +60,14 @@ def add_to(commands: "Commands") -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from specdec.evaluation.prompt_sets import find_questions
+    from specdec.evaluation.prompt_sets import all_questions, find_questions
     from specdec.evaluation.report import check_installed, write_report
-    from specdec.evaluation.run import Plan, evaluate
+    from specdec.evaluation.run import Plan, check_folder, evaluate
+    from specdec.evaluation.selection import stratified
     from specdec.models.target.target import Target
 
     check_installed()
+    check_folder(options.output, resume=options.resume)
     plan = Plan(
         max_new_tokens=options.max_new_tokens,
         temperatures=tuple(options.temperature),
@@ -79,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     sources = _named(options.drafters)
     sets = [find_questions(prompts) for prompts in options.prompts]
-    questions = _questions(sets, options.num_prompts)
+    questions = stratified(all_questions(sets), options.num_prompts, seed=0)
     model, tokenizer = load_target(options.model, options)
     target = Target(model)
     drafters = _loaded(target, options.model, sources, options.output)
@@ -221,18 +222,6 @@ def _named(drafters: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def _questions(sets: "Sequence[QuestionSet]", count: int | None) -> "list[Question]":
-    """The questions of all sets, `count` of them spread over their categories; of several sets by the set's name."""
-    from specdec.evaluation.selection import stratified
-
-    found = [
-        replace(question, name=f"{Path(one.name).name}:{question.name}") if len(sets) > 1 else question
-        for one in sets
-        for question in one.questions
-    ]
-    return stratified(found, count, seed=0)
-
-
 def _counts(one: "QuestionSet") -> list[str]:
     """What of a set cannot be asked, in words."""
     return [str(reason) for reason in one.left_out]
@@ -248,6 +237,7 @@ def _loaded(target: "Target", model: str, sources: Mapping[str, str], folder: Pa
             drafter.bind(target)
         except (TypeError, ValueError, OSError, NotImplementedError, RuntimeError) as error:
             found[name] = str(error).splitlines()[0]
+            print(f"specdec: {name} is not measured: {found[name]}", file=sys.stderr)
     return found
 
 

@@ -38,7 +38,7 @@ from specdec.evaluation.selection import shuffled
 from specdec.evaluation.tracing import trace
 from specdec.models.target.target import Target
 
-__all__ = ["Plan", "Progress", "evaluate"]
+__all__ = ["Plan", "Progress", "check_folder", "evaluate"]
 
 _OPENING = 160  # characters of a question that reports show
 _WARM_UP_TOKENS = 8
@@ -268,6 +268,22 @@ class _Run:
         self.on_progress(Progress(len(self.results.answers), self.num_all, doing))
 
 
+def check_folder(folder: str | Path, *, resume: bool) -> None:
+    """Refuse to measure into a folder, before anything is loaded.
+
+    Raises:
+        FileExistsError: it has records and `resume` is not set.
+        FileNotFoundError: it has none and `resume` is set.
+    """
+    records = RecordFiles(Path(folder)).records
+    if not resume and records.exists():
+        raise FileExistsError(
+            f"folder: expected one without {records.name}, got {folder}; resume (--resume) goes on with what it has"
+        )
+    if resume and not records.is_file():
+        raise FileNotFoundError(f"folder: expected one with {records.name} to go on with, got {folder}")
+
+
 def evaluate(
     target: Target,
     drafters: Mapping[str, Drafter | str],
@@ -358,11 +374,8 @@ def _opened(
     files: RecordFiles, about: About, left_out: Sequence[LeftOut], folder: str | Path, *, resume: bool
 ) -> Results:
     """The results so far; new files begin with what the evaluation is of."""
+    check_folder(folder, resume=resume)
     if not resume:
-        if files.records.exists():
-            raise FileExistsError(
-                f"folder: expected one without {files.records.name}, got {folder}; resume goes on with what it has"
-            )
         files.begin(about)
         for one in left_out:
             files.left_out(one)

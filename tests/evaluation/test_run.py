@@ -234,11 +234,11 @@ def test_a_folder_is_neither_overwritten_nor_mixed(target, tokenizer, tmp_path):
     plan = Plan(max_new_tokens=2, with_transformers=False, num_traces=0)
     other = Plan(max_new_tokens=3, with_transformers=False, num_traces=0)
     again = {"again": NoDrafter()}
-    with pytest.raises(FileNotFoundError, match="expected one of 'specdec eval'"):
+    with pytest.raises(FileNotFoundError, match="expected one with records.jsonl to go on with"):
         evaluate(target, {}, QUESTIONS, tokenizer, tmp_path, plan, resume=True)
     evaluate(target, {}, QUESTIONS, tokenizer, tmp_path, plan, settings={"model": "tiny"})
     before = (tmp_path / "records.jsonl").read_bytes()
-    with pytest.raises(FileExistsError, match=r"expected one without records.jsonl, got .*; resume goes on"):
+    with pytest.raises(FileExistsError, match=r"expected one without records.jsonl, got .*; resume"):
         evaluate(target, {}, QUESTIONS, tokenizer, tmp_path, plan)
     with pytest.raises(ValueError, match=r"other are: model 'tiny' \(got 'other'\), max_new_tokens 2 \(got 3\)"):
         evaluate(target, {}, QUESTIONS, tokenizer, tmp_path, other, settings={"model": "other"}, resume=True)
