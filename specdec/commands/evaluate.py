@@ -152,10 +152,10 @@ def figures_table(rows: "Sequence[ArmFigures]", title: str) -> "Table":
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column("arm", no_wrap=True, overflow="ellipsis")
-    for heading in ("tok/s", "speedup", "", "tau", "slower", "text"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("arm", no_wrap=True, overflow="ellipsis")  # gives way where the terminal is narrow
+    for heading, width in (("tok/s", 5), ("speedup", 7), ("95 %", 9), ("tau", 4), ("slower", 6), ("text", 9)):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     for row in rows:
         has_bounds = row.speedup.low == row.speedup.low and row.speedup.low < row.speedup.high
         text = "sampled"

@@ -30,7 +30,10 @@ def test_one_command_leaves_records_markdown_and_a_page(evaluate, folder, capsys
     assert {file.name for file in folder.iterdir()} == {"records.jsonl", "traces.jsonl", "summary.md", "report.html"}
     told = capsys.readouterr()
     assert "small" in told.out
-    assert all(len(line) <= 80 for line in told.out.splitlines() if "report.html" not in line)
+    table = [line for line in told.out.splitlines() if line.startswith(("none ", "small ", "transformers "))]
+    assert len(table) == 6
+    assert all(line.rstrip().endswith(("identical", "sampled")) for line in table)
+    assert max(map(len, told.out.splitlines()[:-1])) <= 80
     assert "answers: " in told.err
     results = read_results(folder)
     assert {arm.name: arm.about.split(",")[1:2] for arm in results.about.arms}["small"] == [" tree of 3 nodes"]
