@@ -14,7 +14,7 @@ tau. Every figure that comes from it says "synthetic acceptance".
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -26,10 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.bench.common.shapes import ModelShape
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS, drafter_class, network_class
+from specdec.drafters.lookahead import Lookahead
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.words import pack_words, unpack_words
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
@@ -237,7 +239,7 @@ class SyntheticAcceptance(Drafter):
         self.shape = drafter.shape
         self.profile = profile
         self.kind = drafter.kind  # type: ignore[misc]  # errors name the drafter
-        self._path = leftmost_path(drafter.shape) if isinstance(drafter.shape, TreeShape) else None
+        self._path = leftmost_path(_paths_of(drafter)) if isinstance(drafter.shape, TreeShape) else None
         self.planted_depth = drafter.shape.max_depth if self._path is None else len(self._path) - 1
         depths = profile.depths(continuation.shape[0], continuation.shape[1], self.planted_depth, seed)
         self._continuation = continuation.int()
@@ -249,11 +251,17 @@ class SyntheticAcceptance(Drafter):
         self._vocab_size = target.vocab_size
         self._continuation = self._continuation.to(target.device)
         self._depths = self._depths.to(target.device)
-        if self._path is not None and isinstance(self.shape, TreeShape):
-            on_path = np.isin(np.arange(self.shape.num_nodes), self._path)
-            self._on_path = torch.from_numpy(on_path).to(target.device)[None]
-            self._parent = torch.tensor(self.shape.parent, dtype=torch.int32, device=target.device)[None]
-            self._ancestors = torch.from_numpy(self.shape.ancestor_words.copy()).to(target.device)[None]
+        if self._path is not None:
+            num_nodes = self.shape.num_nodes
+            on_path = torch.zeros(num_nodes, dtype=torch.bool)
+            on_path[self._path] = True
+            parent = torch.full((num_nodes,), -1, dtype=torch.int32)
+            parent[self._path[1:]] = torch.tensor(self._path[:-1], dtype=torch.int32)
+            seen = torch.zeros(num_nodes, num_nodes, dtype=torch.bool)
+            for depth, node in enumerate(self._path):
+                seen[node, self._path[: depth + 1]] = True
+            self._on_path, self._parent = on_path.to(target.device)[None], parent.to(target.device)[None]
+            self._ancestors = pack_words(seen).to(target.device)[None]
 
     def session(self) -> AbstractContextManager[None]:
         """The drafter's."""
@@ -303,12 +311,20 @@ def _with_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.cat((table, table[-1:].expand(max(0, num_rows - table.shape[0]), -1)))
 
 
-def leftmost_path(shape: TreeShape) -> list[int]:
-    """Nodes from the root down along the first children."""
-    path = [0]
-    while shape.children[path[-1]]:
-        path.append(shape.children[path[-1]][0])
-    return path
+def leftmost_path(paths: Sequence[tuple[int, ...]]) -> list[int]:
+    """Nodes from the root down along the first children, of a tree whose nodes have these rank paths."""
+    found = [paths.index(())]
+    while below := [path for path in paths if path and path[:-1] == paths[found[-1]]]:
+        found.append(paths.index(min(below)))
+    return found
+
+
+def _paths_of(drafter: Drafter) -> Sequence[tuple[int, ...]]:
+    """The rank path of every node of a static tree, in the order in which its drafter proposes them."""
+    if isinstance(drafter, Lookahead):
+        return drafter.paths
+    assert isinstance(drafter.shape, TreeShape)
+    return drafter.shape.rank_paths
 
 
 def _path_to_the_deepest(tree: DraftTree) -> torch.Tensor:
@@ -317,5 +333,4 @@ def _path_to_the_deepest(tree: DraftTree) -> torch.Tensor:
     deepest = depth.argmax(1)
     ancestors = tree.ancestors.expand(depth.shape[0], -1, -1)
     words = ancestors.gather(1, deepest[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
-    nodes = torch.arange(depth.shape[1], device=depth.device)
-    return (words[:, nodes // 32] >> (nodes % 32) & 1).bool()
+    return unpack_words(words, depth.shape[1])

@@ -122,8 +122,9 @@ def test_a_profile_has_the_tau_of_its_law(target, prompts, plain):
 
 
 def test_the_leftmost_path_follows_first_children():
-    assert leftmost_path(TreeShape.from_k_config((2, 3))) == [0, 1, 3]
-    assert leftmost_path(TreeShape.none()) == [0]
+    assert leftmost_path(TreeShape.from_k_config((2, 3)).rank_paths) == [0, 1, 3]
+    assert leftmost_path(TreeShape.none().rank_paths) == [0]
+    assert leftmost_path([(), (1,), (4,), (1, 2), (1, 0), (3, 0)]) == [0, 1, 4]
 
 
 # Bytes
