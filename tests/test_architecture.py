@@ -31,6 +31,7 @@ ROOMS = [
     "specdec/generation",
     "specdec/training/data",
     "specdec/evaluation",
+    "specdec/evaluation/report",
     "specdec/training/distill",
     "specdec/training/objectives",
     "specdec/training/runs",

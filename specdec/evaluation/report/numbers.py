@@ -1,0 +1,44 @@
+"""How figures are written in reports."""
+
+import math
+
+from specdec.evaluation.intervals import Interval
+from specdec.evaluation.report.document import Cell
+
+__all__ = ["NONE", "at_temperature", "bounds", "count", "interval_cell", "percent", "times"]
+
+NONE = "\N{EN DASH}"
+"""What stands where there is no figure."""
+
+
+def times(value: float) -> str:
+    """A ratio, as 1.62x."""
+    return f"{value:.2f}\N{MULTIPLICATION SIGN}"
+
+
+def percent(value: float) -> str:
+    """A share; one that is not 0 never reads as 0."""
+    return "< 1 %" if 0 < value < 0.005 else f"{100 * value:.0f} %"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things, as "1 prompt" or "3 prompts"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def bounds(interval: Interval) -> str:
+    """Where 95 % of the draws fell; empty where one group tells nothing of others."""
+    return "" if math.isnan(interval.low) else f"[{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def interval_cell(interval: Interval | None, *, is_ratio: bool, is_best: bool = False) -> Cell:
+    """A figure with its interval."""
+    if interval is None:
+        return Cell(NONE)
+    text = times(interval.value) if is_ratio else f"{interval.value:.2f}"
+    return Cell(text, bounds(interval), is_best)
+
+
+def at_temperature(temperature: float) -> str:
+    """How one says it: greedy decoding, or a temperature."""
+    return "greedy decoding" if temperature == 0 else f"temperature {temperature:g}"
