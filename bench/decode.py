@@ -9,7 +9,7 @@ tau)? How far is a step from the bytes that it must read, and which phase takes 
     python -m specdec.bench.decode --dry --output decode.jsonl             # every part of it, tiny, on the CPU
 
 The bundled model and its drafters are trained. The large shapes have random weights, drafters at their published sizes
-included, and *synthetic acceptance* (`bench/decoding/synthetic.py`), as every record, table and picture says.
+included, and *synthetic acceptance* (`bench/decoding/simulated.py`), as every record, table and picture says.
 
 An arm is one way to decode; a cell is one model, batch size and context with every arm in it. The most telling cells
 and arms come first, every record is written at once, and each cell has its share of the time, so that a run which is
@@ -32,13 +32,12 @@ import torch
 
 from specdec.bench.common.journal import AGAIN, LEFT, Journal
 from specdec.bench.common.machine import device_is_lost, measure_machine
+from specdec.bench.common.pictures import lanes_svg, middle_steps
 from specdec.bench.common.shapes import MODELS, TINY, ModelShape
 from specdec.bench.common.tables import decode_tables
+from specdec.bench.common.traffic import count_reads
 from specdec.bench.decoding.cells import OUT_OF_TIME, Cell, arm_names, run_cell
-from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
-from specdec.bench.decoding.synthetic import PROFILES
-from specdec.bench.decoding.timeline import lanes_svg, middle_steps
-from specdec.bench.decoding.traffic import count_reads
+from specdec.bench.decoding.simulated import DRAFTERS, PROFILES, random_drafter, random_target
 from specdec.bundled.load import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
 from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Drafter

@@ -6,7 +6,7 @@
     python -m specdec.bench.launches --drafters eagle --models llama-2-7b --by-name    # what is launched how often
 
 One row of 2048 tokens, bfloat16, greedy, the drafters of `bench.decode` with their default trees. What counts as a
-launch and which bytes are meant: `specdec.bench.decoding.launch_counter`. No time here was measured: the floor is what
+launch and which bytes are meant: `specdec.bench.compiled.launch_counter`. No time here was measured: the floor is what
 the weights, keys and values take that a step must read, and the estimate from counts adds all other bytes and
 LAUNCH_US for every launch.
 """
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from specdec.bench.common.cost import H200
+from specdec.bench.common.pictures import lanes_svg
 from specdec.bench.common.shapes import MODELS, ModelShape
-from specdec.bench.decoding.launch_counter import StepLaunches, count_step
-from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
-from specdec.bench.decoding.timeline import lanes_svg
+from specdec.bench.compiled.launch_counter import StepLaunches, count_step
+from specdec.bench.decoding.simulated import DRAFTERS, random_drafter, random_target
 from specdec.models.target.target import Target
 
 __all__ = ["LAUNCH_US", "Row", "count", "count_steps", "main", "markdown", "picture", "read_table", "table_text"]

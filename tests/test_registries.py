@@ -7,7 +7,7 @@ import pytest
 
 import specdec.kernels
 from lib.law_drafters import DRAFTERS, SAMPLING_RULES, make_drafter
-from specdec.bench.decoding.random_models import DRAFTERS as RANDOM_DRAFTERS
+from specdec.bench.decoding.simulated import DRAFTERS as RANDOM_DRAFTERS
 from specdec.bundled.load import bundled_drafters
 from specdec.drafters.kinds import DRAFTER_KINDS, KINDS_WITHOUT_WEIGHTS, drafter_class
 from specdec.loop.rules import RULES
@@ -21,7 +21,7 @@ WITHOUT_WEIGHTS = frozenset(KINDS_WITHOUT_WEIGHTS)
 VARIANTS = (*DRAFTER_KINDS, *(name for name in TINY_DRAFTERS if name not in DRAFTER_KINDS))
 PLACES = {
     "tests/lib/law_drafters.py (DRAFTERS)": ({*DRAFTERS, *(make_drafter(name).kind for name in DRAFTERS)}, set()),
-    "bench/decoding/random_models.py (DRAFTERS)": (RANDOM_DRAFTERS.keys(), {"none"}),
+    "bench/decoding/simulated.py (DRAFTERS)": (RANDOM_DRAFTERS.keys(), {"none"}),
     "specdec/training/tiny_drafters.py (TINY_DRAFTERS)": (TINY_DRAFTERS.keys(), WITHOUT_WEIGHTS),
     "specdec/bundled/tiny (a folder that specdec train-tiny writes)": (bundled_drafters(), WITHOUT_WEIGHTS),
 }

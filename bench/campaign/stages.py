@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.bench.common.shapes import BATCHES, CONTEXTS, LLAMA_2_7B, LLAMA_3_8B, VICUNA_13B
-from specdec.bench.decoding.random_models import DRAFTERS
+from specdec.bench.decoding.simulated import DRAFTERS
 from specdec.bundled.load import bundled_drafters
 
 __all__ = ["MINUTES", "ROOT", "Stage", "stages"]
@@ -117,7 +117,7 @@ def _precompile(folder: Path, models: Sequence[str]) -> dict[str, list[str]]:
     for model in models:
         for drafter in ("none", *DRAFTERS):
             arguments = ("--model", model, "--drafter", drafter)
-            commands |= _module(folder, f"compile_{model}_{drafter}", "decoding.precompile", *arguments)
+            commands |= _module(folder, f"compile_{model}_{drafter}", "compiled.precompile", *arguments)
     return commands
 
 

@@ -1,1 +1,1 @@
-"""What all measurements share: shapes, costs, timing, the machine, where a number comes from."""
+"""What all measurements share: shapes, costs, timing, the machine, tables and pictures, where a number comes from."""

@@ -1,1 +1,1 @@
-"""Kernels compiled ahead of time, without a GPU: the driver, the committed tables, calls for a race detector."""
+"""Kernels compiled ahead of time and launches counted, without a GPU: the driver, tables, calls for a race detector."""

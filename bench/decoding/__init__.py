@@ -1,1 +1,1 @@
-"""Parts of the decoding benchmark: arms, cells, synthetic acceptance, random models, bytes that must move."""
+"""Parts of the decoding benchmark: a cell with all its arms, and what is made up where nothing trained exists."""

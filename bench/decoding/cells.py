@@ -16,9 +16,9 @@ import torch
 from specdec.bench.common.cost import Machine
 from specdec.bench.common.journal import Journal, last_lines
 from specdec.bench.common.machine import device_is_lost
+from specdec.bench.common.traffic import StepBytes, step_bytes
 from specdec.bench.decoding.arms import Arm, ArmTimes, UnavailableError, our_arm, time_arm, transformers_arm
-from specdec.bench.decoding.synthetic import AcceptanceProfile, SyntheticAcceptance
-from specdec.bench.decoding.traffic import StepBytes, step_bytes
+from specdec.bench.decoding.simulated import AcceptanceProfile, SyntheticAcceptance
 from specdec.drafting.base import Drafter
 from specdec.evaluation.checking import Divergence, first_divergence
 from specdec.loop.stats import AcceptanceStats

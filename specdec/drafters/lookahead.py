@@ -39,6 +39,10 @@ class Lookahead(Drafter):
         window: columns (W).
         guesses: n-grams that are kept per first token, and verified in one pass (G).
 
+    Attributes:
+        paths: rank path of every node in the order of its trees, which is not that of `shape`.
+        num_cells: nodes of the window, the root included; they come first.
+
     Raises:
         ValueError: a level below 2, no window or guess, or more than 512 nodes.
     """
@@ -65,7 +69,7 @@ class Lookahead(Drafter):
         # the window's causal mask is a tree too; its nodes are scored, and are padding to the acceptance rule
         self.shape = TreeShape.from_paths(cell_paths[1:] + guess_paths)
         # the window's nodes come before the guesses', of which those at the end are often unknown
-        self._paths = cell_paths + guess_paths
+        self.paths = cell_paths + guess_paths
         self.num_cells = len(cell_paths)
 
     def bind(self, target: Target) -> None:
@@ -76,9 +80,9 @@ class Lookahead(Drafter):
 
         places = torch.arange(self.shape.num_nodes, dtype=torch.int32, device=target.device)
         shape_node = {path: node for node, path in enumerate(self.shape.rank_paths)}
-        order = [shape_node[path] for path in self._paths]
+        order = [shape_node[path] for path in self.paths]
         ancestors = torch.from_numpy(self.shape.ancestors[order][:, order])
-        self._depth = table([len(path) for path in self._paths])[None].int()
+        self._depth = table([len(path) for path in self.paths])[None].int()
         self._cell_words = pack_words(ancestors[: self.num_cells]).to(target.device)[None]
         self._words = pack_words(torch.eye(self.shape.num_nodes, dtype=torch.bool)).to(target.device)  # [N, W]
         self._last_cells = places[: self.num_cells].view(self.window, -1)[:, -1].long()  # [window]

@@ -9,14 +9,21 @@ import torch
 from specdec.bench import decode
 from specdec.bench.common.cost import Machine
 from specdec.bench.common.journal import Journal, ended
+from specdec.bench.common.pictures import lanes_svg, middle_steps
 from specdec.bench.common.shapes import ModelShape
+from specdec.bench.common.traffic import count_reads, step_bytes
 from specdec.bench.decoding import cells
 from specdec.bench.decoding.arms import Arm
 from specdec.bench.decoding.cells import Cell, run_cell
-from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
-from specdec.bench.decoding.synthetic import PROFILES, AcceptanceProfile, SyntheticAcceptance, leftmost_path
-from specdec.bench.decoding.timeline import lanes_svg, middle_steps
-from specdec.bench.decoding.traffic import count_reads, step_bytes
+from specdec.bench.decoding.simulated import (
+    DRAFTERS,
+    PROFILES,
+    AcceptanceProfile,
+    SyntheticAcceptance,
+    leftmost_path,
+    random_drafter,
+    random_target,
+)
 from specdec.common.provenance import read_records
 from specdec.loop.decoder import Decoder
 from specdec.loop.stats import AcceptanceStats
@@ -115,8 +122,9 @@ def test_a_profile_has_the_tau_of_its_law(target, prompts, plain):
 
 
 def test_the_leftmost_path_follows_first_children():
-    assert leftmost_path(TreeShape.from_k_config((2, 3))) == [0, 1, 3]
-    assert leftmost_path(TreeShape.none()) == [0]
+    assert leftmost_path(TreeShape.from_k_config((2, 3)).rank_paths) == [0, 1, 3]
+    assert leftmost_path(TreeShape.none().rank_paths) == [0]
+    assert leftmost_path([(), (1,), (4,), (1, 2), (1, 0), (3, 0)]) == [0, 1, 4]
 
 
 # Bytes

@@ -318,7 +318,7 @@ def test_every_benchmark_and_test_file_is_in_a_stage(tmp_path, monkeypatch):
 @pytest.mark.compile
 @pytest.mark.slow
 def test_a_step_is_compiled_once_without_a_gpu(tmp_path):
-    command = [sys.executable, "-m", "specdec.bench.decoding.precompile", "--model", "tiny", "--drafter", "none"]
+    command = [sys.executable, "-m", "specdec.bench.compiled.precompile", "--model", "tiny", "--drafter", "none"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
     compiled = []

@@ -7,8 +7,8 @@ import torch
 
 from specdec.bench import launches
 from specdec.bench.common.shapes import LLAMA_2_7B, TINY
-from specdec.bench.decoding.launch_counter import count_step
-from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
+from specdec.bench.compiled.launch_counter import count_step
+from specdec.bench.decoding.simulated import DRAFTERS, random_drafter, random_target
 from specdec.models.target.target import Target
 
 

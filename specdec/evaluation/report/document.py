@@ -41,7 +41,7 @@ class Table:
 
     title: str
     head: tuple[str, ...]
-    rows: list[tuple[Cell, ...]]
+    rows: Sequence[tuple[Cell, ...]]
     num_words: int = 1
 
 

@@ -1,8 +1,8 @@
 """Charts as inline SVG, drawn by matplotlib, in the colours of the page that they stand in.
 
-matplotlib draws with placeholder colours, and the page's own variables (`--arm-1`, `--ink`, ...) take their place, so that
-one picture is right in a light and in a dark page. Text stays text, in the font of the page. The same figures give the same
-bytes: identifiers are hashed with a fixed salt, and no date is written.
+matplotlib draws with placeholder colours, and the page's own variables (`--arm-1`, `--ink`, ...) take their place, so
+that one picture is right in a light and in a dark page. Text stays text, in the font of the page. The same figures give
+the same bytes: identifiers are hashed with a fixed salt, and no date is written.
 """
 
 import io
@@ -87,6 +87,8 @@ def drawn(name: str, alternative: str, *, height: float) -> "Iterator[tuple[Axes
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         canvas = FigureCanvasSVG(figure)
         axes = figure.add_subplot()
+        figure.patch.set_alpha(0)
+        axes.patch.set_alpha(0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True)
         axes.tick_params(length=0)

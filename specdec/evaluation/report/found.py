@@ -19,7 +19,7 @@ class Found:
         whole: by temperature, the figures of all categories together; empty where no group is finished.
         parts: by temperature and category; only where there are two or more categories.
         num_finished: by temperature, groups that all arms have finished.
-        num_planned: groups of one temperature that were asked for, for all seeds.
+        num_planned: by temperature, groups that were asked for, for all seeds.
     """
 
     results: Results
@@ -36,13 +36,12 @@ class Found:
     @property
     def batch_size(self) -> int:
         """Prompts that were decoded together."""
-        return int(self.results.about.settings.get("batch_size", 1))
+        return int(self.results.about.settings["batch_size"])
 
 
 def find(results: Results) -> Found:
     """Compute the figures of an evaluation."""
-    settings = results.about.settings
-    temperatures = [float(one) for one in settings.get("temperatures", results.temperatures)]
+    temperatures = [float(one) for one in results.about.settings["temperatures"]]
     names = categories(results)
     parts: dict[float, dict[str, list[ArmFigures]]] = {}
     for temperature in temperatures if len(names) > 1 else ():
@@ -63,12 +62,6 @@ def is_explained(answer: Answer) -> bool:
 
 
 def _num_planned(results: Results, temperature: float) -> int:
-    """Groups that were asked for; those are none of which every prompt is left out."""
-    left_out = {(one.question, one.turn) for one in results.left_out}
-    groups = {
-        question["group"]
-        for question in results.about.questions
-        if any((question["name"], turn) not in left_out for turn in range(1, question["num_turns"] + 1))
-    }
-    seeds = results.about.settings.get("seeds", 1) if temperature else 1
-    return len(groups) * (seeds if isinstance(seeds, int) else len(seeds))
+    """Groups that were asked for, for all seeds; greedy decoding has one."""
+    groups = {question["group"] for question in results.about.questions}
+    return len(groups) * (len(results.about.settings["seeds"]) if temperature else 1)

@@ -56,16 +56,16 @@ def warnings(found: Found) -> list[str]:
     for temperature, planned in found.num_planned.items():
         finished = found.num_finished[temperature]
         if finished < planned:
-            share = percent(finished / planned)
             noun = "groups of prompts" if found.batch_size > 1 else "questions"
+            part = f"{finished} of {planned} {noun} ({percent(finished / planned)})"
             sentences.append(
-                f"The run was cut off: of {at_temperature(temperature)} it has {finished} of {planned} {noun} ({share}). "
-                "The same command goes on where it ended."
+                f"The run was cut off: of {at_temperature(temperature)} it has {part}. "
+                "The same command with --resume goes on where it ended."
             )
     for name, reason in results.missing.items():
         sentences.append(f"{name} could not run: {reason}")
     if results.left_out:
-        sentences.append(f"{count(len(results.left_out), 'prompt')} did not fit into the model's context.")
+        sentences.append(f"{count(len(results.left_out), 'prompt')} could not be asked, and why: see What is left out.")
     return sentences
 
 
@@ -82,8 +82,9 @@ def _headline(found: Found, temperature: float, arms: Sequence[ArmFigures]) -> t
         return sentence, (times(1.0), f"plain decoding, {at_temperature(temperature)}")
     interval = bounds(best.speedup)
     shown = f"{times(best.speedup.value)} plain decoding{' ' * bool(interval)}{interval}"
-    open_ = " The interval includes 1: more prompts would tell." if best.speedup.low <= 1 <= best.speedup.high else ""
-    sentence = f"{best.arm.name} is the fastest of {len(arms)} arms: {shown} {where} ({machine}).{open_}"
+    sentence = f"{best.arm.name} is the fastest of {len(arms)} arms: {shown} {where} ({machine})."
+    if best.speedup.low <= 1 <= best.speedup.high:
+        sentence += " The interval includes 1: more prompts would tell."
     return sentence, (times(best.speedup.value), f"{best.arm.name}, {at_temperature(temperature)}")
 
 
@@ -91,7 +92,9 @@ def _row(one: ArmFigures, *, is_best: bool) -> tuple[Cell, ...]:
     is_plain = one.arm.name == PLAIN
     same = NONE if one.num_identical is None else f"{one.num_identical} of {one.num_answers}"
     return (
-        Cell(one.arm.name, "transformers" if one.arm.library == "transformers" else "", is_best),
+        Cell(
+            one.arm.name, "" if one.arm.library in (one.arm.name.split("_")[0], "specdec") else one.arm.library, is_best
+        ),
         Cell(f"{one.tokens_per_second:,.1f}", is_best=is_best),
         Cell(times(1.0)) if is_plain else interval_cell(one.speedup, is_ratio=True, is_best=is_best),
         interval_cell(one.tau, is_ratio=False),

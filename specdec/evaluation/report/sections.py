@@ -152,14 +152,19 @@ def _library(results: Results, answer: Answer) -> str:
 def _left_out(results: Results) -> Section:
     """What is not in the figures, and why."""
     rows = [
-        (Cell(one.question), Cell(str(one.turn)), Cell(f"{one.num_tokens:,}"), Cell(one.reason))
+        (
+            Cell(one.question),
+            Cell(str(one.turn)),
+            Cell(NONE if one.num_tokens is None else f"{one.num_tokens:,}"),
+            Cell(one.reason),
+        )
         for one in results.left_out
     ]
     missing = [(Cell(name), Cell(reason)) for name, reason in results.missing.items()]
     tables = [Table("Arms that could not run", ("arm", "reason"), missing, num_words=2)] if missing else []
     if rows:
-        head = ("prompt", "turn", "tokens", "reason")
-        tables.append(Table("Prompts that do not fit into the model's context", head, rows, num_words=4))
+        head = ("prompt", "from turn", "tokens", "reason")
+        tables.append(Table("Prompts that could not be asked", head, rows, num_words=4))
     return Section("left-out", "What is left out", tables=tables)
 
 

@@ -1,14 +1,15 @@
 """The answers of an evaluation as the page's own data: texts, steps and draft trees, made small.
 
-Every text of a token stands once, in `strings`, and is named by its place there. Equal texts share their list of places.
+Every text of a token stands once, in `strings`, and is named by its place there. Equal texts share a list of places.
 Probabilities are in ten-thousandths. The page's script (`page/traces.js`) reads:
 
     strings     texts, those that occur most often first
     arms        [name, library]
     questions   [name, category, number of turns, opening]
     texts       of answers: places in `strings`, token by token
-    answers     [arm, question, turn, temperature, seed, text, tokens of every step or 0, trace or -1, difference or -1];
-                arms, questions, texts and traces by their places, the difference as the first token that is not plain's
+    answers     [arm, question, turn, temperature, seed, text, tokens of every step or 0, trace or -1, difference or
+                -1]; arms, questions, texts and traces by their places, the difference as the first token that is not
+                plain decoding's
     traces      [whether its text is another than the answer's, first token, steps], a step being
                 [parents, texts, probabilities, choices, their probabilities, path, emitted]
     num_traces  how many were made; the page holds those that fit
@@ -59,7 +60,9 @@ def trace_data(results: Results) -> dict[str, Any]:
     return {
         "strings": strings,
         "arms": [[arm.name, arm.library] for arm in results.about.arms],
-        "questions": [[one["name"], one["category"], one["num_turns"], one["opening"]] for one in results.about.questions],
+        "questions": [
+            [one["name"], one["category"], one["num_turns"], one["opening"]] for one in results.about.questions
+        ],
         "texts": [list(text) for text in texts],
         "answers": rows,
         "traces": [_trace(one, results, numbers) for one in traces.values()],
@@ -100,7 +103,7 @@ def _texts_of(trace: Trace) -> Iterator[str]:
 
 
 def _trace(trace: Trace, results: Results, numbers: dict[str, int]) -> list[Any]:
-    """A trace; that its text is another than the timed answer's happens where kernels of two loops round differently."""
+    """A trace; its text is another than the timed answer's where kernels of two loops round differently."""
     text = [trace.first, *(piece for step in trace.steps for piece in step.emitted)]
     is_other = text != results.text_of(results.answers[trace.key])
     return [int(is_other), numbers[trace.first], [_step(step, numbers) for step in trace.steps]]

@@ -286,7 +286,7 @@
     const share = node.prob === null ? "" : percent(node.prob);
     const parts = [spoken(node.text), FATES[node.fate].replace(/^\W+/, "")];
     if (share && node.fate !== "root") parts.push(`target's probability ${share}`);
-    if (node.children.length) parts.push(counted(node.children.length, "child").replace("childs", "children"));
+    if (node.children.length) parts.push(counted(node.children.length, "node") + " behind it");
     const row = element("div", { class: `node ${node.fate}` }, chip(node.text));
     if (share && node.fate !== "root") {
       const prob = element("span", { class: "prob" }, share);

@@ -1,6 +1,6 @@
 """The kernels of a step, compiled into Triton's cache before the step runs, several processes at a time.
 
-    python -m specdec.bench.decoding.precompile --model llama-2-7b --drafter eagle --output x.jsonl
+    python -m specdec.bench.compiled.precompile --model llama-2-7b --drafter eagle --output x.jsonl
 
 A step that runs for the first time compiles its kernels one after another, some seconds each, while the GPU waits.
 Here a step goes through tensors without data (`launch_counter.py`) and its launches are compiled as they would be on
@@ -20,8 +20,8 @@ from triton import knobs
 from specdec.bench.common.journal import Journal
 from specdec.bench.common.shapes import MODELS, TINY
 from specdec.bench.compiled.compile_only import compile_only
-from specdec.bench.decoding.launch_counter import count_step
-from specdec.bench.decoding.random_models import DRAFTERS, random_drafter, random_target
+from specdec.bench.compiled.launch_counter import count_step
+from specdec.bench.decoding.simulated import DRAFTERS, random_drafter, random_target
 from specdec.models.target.target import Target
 
 __all__ = ["main"]
@@ -32,7 +32,7 @@ _SM_90 = 90
 def main(arguments: list[str] | None = None) -> int:
     """Compile the step of one drafter at one model; returns the exit status."""
     models = {shape.name.lower(): shape for shape in (*MODELS, TINY)}
-    parser = argparse.ArgumentParser(prog="specdec.bench.decoding.precompile", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="specdec.bench.compiled.precompile", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=models, required=True)
     parser.add_argument("--drafter", choices=("none", *DRAFTERS), required=True)
     parser.add_argument("--room", type=int, default=2048 + 384, help="tokens that there is room for (default: 2432)")
