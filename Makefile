@@ -1,8 +1,9 @@
 # The documented commands. Each sets up what it needs first: a virtual environment in .venv with this package and its
-# tools. Settings: PYTHON (interpreter to start from), PYTEST_ARGS, FUZZ_ARGS, MUTANTS_ARGS, BENCH_ARGS,
+# tools. Settings: PYTHON (interpreter to start from), DEMO_ARGS, PYTEST_ARGS, FUZZ_ARGS, MUTANTS_ARGS, BENCH_ARGS,
 # GPU_ARGS.
 
 PYTHON ?= python3
+DEMO_ARGS ?=
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 MUTANTS_ARGS ?=
@@ -28,8 +29,8 @@ help: ## List the commands.
 
 setup: $(STAMP) ## Create .venv and install; the other commands do this by themselves.
 
-demo: $(STAMP) ## Decode the bundled prompts with every drafter and compare.
-	@$(VENV)/bin/specdec demo
+demo: $(STAMP) ## Three drafters write, then a table; a minute. DEMO_ARGS="--model smollm2" has a chat model, --all all drafters.
+	@$(VENV)/bin/specdec demo $(DEMO_ARGS)
 
 # The tests are the same everywhere: kernels run in Triton's interpreter. Those that need a GPU follow where there is one.
 test: $(STAMP) ## Run the tests; those that need a GPU are skipped without one.

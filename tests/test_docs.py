@@ -16,6 +16,7 @@ STAND_INS = {
     "torch.bfloat16": "torch.float32",
     '"cuda"': '"cpu"',
     "max_new_tokens=256": "max_new_tokens=16",
+    '"smollm2': '"tiny',
 }
 
 

@@ -166,9 +166,9 @@ def bundled(target: str, drafter: str) -> str:
     return str(bundled_drafter(target, drafter))
 
 
-def hide_progress_of_loading() -> None:
-    """Keep transformers' progress bars out of logs and pipes."""
+def hide_progress_of_loading(*, on_terminals: bool = False) -> None:
+    """Keep transformers' progress bars out of logs and pipes, and off terminals that show something better."""
     from transformers.utils import logging as transformers_logging
 
-    if not sys.stderr.isatty():
+    if on_terminals or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()

@@ -46,15 +46,24 @@ class CompletionStream:
         console: where to print.
         tokenizer: the target's.
         show_prompt: print the prompt too, dimmed.
+        marks: what to put before and behind the accepted tokens of a step, for where there are no colours.
 
     Attributes:
         tokens: the new tokens so far; also after an interruption.
     """
 
-    def __init__(self, console: Console, tokenizer: PreTrainedTokenizerBase, *, show_prompt: bool = False) -> None:
+    def __init__(
+        self,
+        console: Console,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        show_prompt: bool = False,
+        marks: tuple[str, str] = ("", ""),
+    ) -> None:
         self._console = console
         self._tokenizer = tokenizer
         self._show_prompt = show_prompt
+        self._marks = marks
         self._pieces: TextPieces | None = None
         self.tokens: list[int] = []
 
@@ -71,9 +80,11 @@ class CompletionStream:
             if self._show_prompt:
                 self._print(self._tokenizer.decode(tokens, skip_special_tokens=True), "dim")
             return
-        for index, token in enumerate(tokens):
-            self.tokens.append(token)
-            self._print(self._pieces.add(token), ACCEPTED_STYLE if index < len(tokens) - 1 else "")
+        self.tokens += tokens
+        pieces = [self._pieces.add(token) for token in tokens]
+        if accepted := "".join(pieces[:-1]):
+            self._print(f"{self._marks[0]}{accepted}{self._marks[1]}", ACCEPTED_STYLE)
+        self._print("".join(pieces[-1:]), "")
 
     def end(self) -> None:
         """End the line."""

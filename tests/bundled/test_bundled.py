@@ -1,23 +1,19 @@
-"""The bundled model, its drafters, the demo and the command line, as a new user meets them."""
+"""The bundled model, its drafters and the command line, as a new user meets them."""
 
-import io
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from rich.console import Console
 
 import specdec
 from specdec.bundled.load import TINY_FOLDER, bundled_drafters, load_tiny, tiny_drafter
 from specdec.commands.cli import main
-from specdec.commands.demo import run_demo
 from specdec.common.text_pieces import TextPieces
-from specdec.evaluation.comparison import ComparisonRow
 
 PROMPTS = json.loads((TINY_FOLDER / "prompts.json").read_text())
-# Least tau on every other demo prompt, 48 new tokens: about a tenth below what was measured.
+# Least tau on every other prompt, 48 new tokens: about a tenth below what was measured.
 TAU = {
     "prompt_lookup": 2.6,
     "lookahead": 1.6,
@@ -90,29 +86,6 @@ def test_text_pieces_join_to_the_whole_text(tiny):
     parts = [pieces.add(token) for token in ids[2:]]
     assert "".join(parts) + pieces.rest() == text[len(tokenizer.decode(ids[:2])) :]
     assert "" in parts, "an unfinished character must wait"
-
-
-def test_a_row_without_tau_is_sound_json():
-    row = ComparisonRow("transformers", 10, float("nan"), [], 5.0, 1.0, True, {})
-    assert json.loads(json.dumps(row.record(), allow_nan=False))["tau"] is None
-
-
-def test_the_demo_shows_text_and_a_table():
-    out = io.StringIO()
-    assert run_demo(max_new_tokens=12, repeats=1, console=Console(file=out, width=160))
-    shown = out.getvalue()
-    for expected in (
-        "class Queue",
-        "medusa",
-        "prompt_lookup",
-        "draft_model",
-        "transformers",
-        "tau",
-        "speedup",
-        "identical",
-    ):
-        assert expected in shown
-    assert "DIFFERS" not in shown
 
 
 def test_generate_as_json_and_as_text(capsys):

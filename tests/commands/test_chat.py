@@ -110,9 +110,9 @@ def test_accepted_tokens_are_coloured_and_the_targets_are_not():
     stream.put(torch.tensor(ids[1:2]))
     stream.put(torch.tensor(ids[2:]))
     stream.end()
-    drafted = [TOKENIZER.decode([token]) for token in ids[2:-1]]
+    drafted = TOKENIZER.decode(ids[2:-1])
     assert drafted
-    assert re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", out.getvalue()) == drafted
+    assert re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", out.getvalue()) == [drafted]
     text = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
     assert text == stream.text + "\n" == TOKENIZER.decode(ids[1:]) + "\n"
     shown = talk(make_chat(PromptLookup(max_ngram=2)), "x = 1\n" * 6, force_terminal=True, color_system="standard")
