@@ -83,7 +83,7 @@ def results_of(questions, answers, *, arms=ARMS, missing=None, left_out=(), trac
     """Results as `read_results` gives them."""
     asked = {
         "model": "tiny",
-        "prompts": ["spec_bench"],
+        "prompts": [{"name": "spec_bench", "sha256": "4b6d33e7", "left_out": []}],
         "repeats": 1,
         "seeds": [0],
         "temperatures": [0.0],

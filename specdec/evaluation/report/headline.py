@@ -110,4 +110,7 @@ def _ours(results: Results) -> list[str]:
 
 
 def _joined(value: Any) -> str | None:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+    """What a setting names; of prompts only the names, without what else is known of them."""
+    values = value if isinstance(value, list | tuple) else [value]
+    names = [one.get("name") if isinstance(one, dict) else one for one in values]
+    return ", ".join(str(name) for name in names if name is not None) or None
