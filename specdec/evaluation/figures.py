@@ -20,7 +20,7 @@ from specdec.evaluation.intervals import Interval, mean_interval, mean_of, ratio
 from specdec.evaluation.records import PLAIN, Answer, ArmInfo, Results
 from specdec.loop.stats import AcceptanceStats
 
-__all__ = ["ArmFigures", "GroupSpeed", "categories", "compare_speeds", "figures", "num_finished"]
+__all__ = ["ArmFigures", "GroupSpeed", "categories", "compare_speeds", "figures", "group_rates", "num_finished"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,34 @@ def compare_speeds(results: Results, temperature: float, ours: str, theirs: str)
     return _ratio(_by_seed(groups, first), _by_seed(groups, second))
 
 
+def group_rates(
+    results: Results, temperature: float, arm: str
+) -> dict[tuple[int, tuple[tuple[str, str], ...]], tuple[int, float]]:
+    """New tokens and seconds of an arm, by seed and questions.
+
+    Returns:
+        Of every finished group; its questions by name and opening, so that those of another evaluation can be found.
+        Empty if the arm was not measured.
+    """
+    by_arm = _by_arm(results, temperature)
+    if arm not in by_arm:
+        return {}
+    questions: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for question in results.about.questions:
+        questions[question["group"]].append((question["name"], question["opening"]))
+    return {
+        (seed, tuple(sorted(questions[number]))): _rate(by_arm[arm][seed, number])
+        for seed, number in _finished(results, by_arm)
+    }
+
+
 def _by_arm(results: Results, temperature: float) -> Mapping[str, Mapping[_Group, list[Answer]]]:
     """The answers of every arm that did not fail, by group."""
-    found: dict[str, dict[_Group, list[Answer]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[_Group, list[Answer]]] = {
+        arm.name: defaultdict(list) for arm in results.about.arms if arm.name not in results.missing
+    }
     for answer in results.answers.values():
-        if answer.temperature == temperature and answer.arm not in results.missing:
+        if answer.temperature == temperature and answer.arm in found:
             found[answer.arm][answer.seed, answer.group].append(answer)
     return found
 

@@ -47,13 +47,16 @@ def mean_of(counts: torch.Tensor) -> float:
     return float(total[0] / total[1])
 
 
-def ratio_interval(ours: torch.Tensor, theirs: torch.Tensor, *, num_draws: int = 10_000, seed: int = 0) -> Interval:
+def ratio_interval(
+    ours: torch.Tensor, theirs: torch.Tensor, *, paired: bool = True, num_draws: int = 10_000, seed: int = 0
+) -> Interval:
     """The mean of one arm divided by that of another.
 
     Args:
         ours: [seeds, prompts, 2] per training seed and prompt what is summed above and below the bar of the mean;
             sums below the bar over all prompts are more than 0.
         theirs: [seeds', prompts, 2] of the other arm, on the same prompts in the same order.
+        paired: whether they are; without it each side has prompts of its own, as many as it likes, and is drawn alone.
         num_draws: draws of the bootstrap.
         seed: of the draws.
 
@@ -64,14 +67,16 @@ def ratio_interval(ours: torch.Tensor, theirs: torch.Tensor, *, num_draws: int =
     for name, counts in (("ours", ours), ("theirs", theirs)):
         if counts.ndim != 3 or counts.shape[2] != 2 or not counts.numel():
             raise ValueError(f"{name}: expected [seeds, prompts, 2] counts, got shape {list(counts.shape)}")
-    if ours.shape[1] != theirs.shape[1]:
+    if paired and ours.shape[1] != theirs.shape[1]:
         raise ValueError(f"theirs: expected {ours.shape[1]} prompts, as ours has, got {theirs.shape[1]}")
-    if ours.shape[1] < 2:
-        raise ValueError(f"ours: expected at least 2 prompts, got {ours.shape[1]}")
+    for name, counts in (("ours", ours), ("theirs", theirs)):
+        if counts.shape[1] < 2:
+            raise ValueError(f"{name}: expected at least 2 prompts, got {counts.shape[1]}")
     generator = torch.Generator().manual_seed(seed)
-    # how often each draw takes each prompt, the same for both arms
+    # how often each draw takes each prompt, of pairs the same for both arms
     prompts = _times_taken(ours.shape[1], num_draws, generator)
-    ratios = _drawn_means(ours, prompts, generator) / _drawn_means(theirs, prompts, generator)
+    others = prompts if paired else _times_taken(theirs.shape[1], num_draws, generator)
+    ratios = _drawn_means(ours, prompts, generator) / _drawn_means(theirs, others, generator)
     low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(mean_of(ours) / mean_of(theirs), low, high)
 

@@ -244,8 +244,7 @@ class Results:
         if answer.pieces is not None:
             return answer.pieces
         # by the plain answer of its own kind, which was measured first where it is the same text
-        key = Key(PLAIN, answer.question, answer.turn, answer.temperature, answer.seed, 0)
-        return self.answers[key].pieces or []
+        return self.answers[_plain_key(answer)].pieces or []
 
 
 class RecordFiles:
@@ -307,7 +306,7 @@ def read_results(folder: str | Path) -> Results:
     for place, line in lines:
         kind = line.get("record")
         if kind == "answer":
-            answer = _made(Answer, line, place)
+            answer = _answer(line, place, results)
             results.answers[answer.key] = answer
         elif kind == "session":
             results.sessions.append(line["provenance"])
@@ -329,6 +328,24 @@ def _about(head: Mapping[str, Any], place: str) -> About:
     """The first line."""
     about: About = _made(About, head, place)
     return About(about.settings, [_made(ArmInfo, arm, place) for arm in head["arms"]], about.questions)
+
+
+def _answer(line: Mapping[str, Any], place: str, results: Results) -> Answer:
+    """An answer to a question of the first line by an arm of it, whose text is known."""
+    answer = _made(Answer, line, place)
+    if answer.arm not in {arm.name for arm in results.about.arms}:
+        raise ValueError(f"{place}: expected an arm of the first line, got {answer.arm!r}")
+    if answer.question not in {question["name"] for question in results.about.questions}:
+        raise ValueError(f"{place}: expected a question of the first line, got {answer.question!r}")
+    if answer.pieces is None and _plain_key(answer) not in results.answers:
+        where = f"{answer.question}, turn {answer.turn}"
+        raise ValueError(f"{place}: expected plain decoding's answer to {where}, got none, and this text is as its")
+    return answer
+
+
+def _plain_key(answer: Answer) -> Key:
+    """The answer of plain decoding whose text an answer's is where it has none of its own."""
+    return Key(PLAIN, answer.question, answer.turn, answer.temperature, answer.seed, 0)
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

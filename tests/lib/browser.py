@@ -37,9 +37,10 @@ def launched():
 
 
 @contextmanager
-def opened(browser, file, *, width=1440, theme="light"):
+def opened(browser, file, *, width=1440, theme="light", scale=1):
     """A file in a window of its own: the page, what it said on its console, and what it asked for."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+    size = {"width": width, "height": 900}
+    context = browser.new_context(viewport=size, color_scheme=theme, device_scale_factor=scale)
     page, said, asked = context.new_page(), [], []
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: said.append(f"error: {error}"))

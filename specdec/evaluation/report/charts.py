@@ -132,7 +132,7 @@ def over_prompts(arms: Sequence[ArmFigures], styles: Mapping[str, Style], temper
             axes.plot(speeds, [row] * len(speeds), linestyle="", alpha=0.6, **style)
             axes.plot([middle, middle], [row - 0.3, row + 0.3], color=colour, linewidth=2)
         name_rows(axes, [one.arm.name for one in shown])
-        axes.set_xlabel("speedup of each prompt; bar: middle half; line: median")
+        axes.set_xlabel("speedup of each prompt over plain decoding")
     return Chart(title, pictures[0], table)
 
 

@@ -37,12 +37,14 @@ class Table:
         head: names of the columns.
         rows: cells, as many a row as there are columns; the first one names the row.
         num_words: leading columns of words, which start at the left; the others are figures.
+        is_folded: whether the page shows its title alone until one unfolds it.
     """
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[Cell, ...]]
     num_words: int = 1
+    is_folded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Section:
         is_brief: whether Markdown has it.
         code: a command as one can type it.
         terms: words and what they mean.
+        fold: what the page shows of the terms until one unfolds them; empty if they are to be seen at once.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Section:
     is_brief: bool = True
     code: list[str] = field(default_factory=list)
     terms: list[tuple[str, str]] = field(default_factory=list)
+    fold: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def machine_table(sessions: Sequence[Mapping[str, Any]]) -> Table:
     """All sessions; those on the same machine with the same software share a column."""
     groups: list[tuple[dict[str, str], list[str]]] = []
     for session in sessions:
-        rows, when = machine_rows(session), str(session.get("utc", NONE))
+        rows, when = machine_rows(session), str(session.get("utc", NONE)).replace("T", " ").replace("+00:00", " UTC")
         same = next((dates for known, dates in groups if known == rows), None)
         if same is None:
             groups.append((rows, [when]))

@@ -1,11 +1,13 @@
-"""How figures are written in reports."""
+"""How figures, settings and texts are written in reports."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from specdec.evaluation.intervals import Interval
 from specdec.evaluation.report.document import Cell
 
-__all__ = ["NONE", "at_temperature", "bounds", "count", "interval_cell", "percent", "times"]
+__all__ = ["NONE", "around", "at_temperature", "bounds", "count", "interval_cell", "percent", "setting", "times"]
 
 NONE = "\N{EN DASH}"
 """What stands where there is no figure."""
@@ -42,3 +44,21 @@ def interval_cell(interval: Interval | None, *, is_ratio: bool, is_best: bool = 
 def at_temperature(temperature: float) -> str:
     """How one says it: greedy decoding, or a temperature."""
     return "greedy decoding" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def around(pieces: Sequence[str], position: int) -> str:
+    """A text around one of its tokens, which is in brackets."""
+    before, after = "".join(pieces[max(0, position - 5) : position]), "".join(pieces[position + 1 : position + 4])
+    token = pieces[position] if position < len(pieces) else "end"
+    return f"{before}\N{LEFT WHITE SQUARE BRACKET}{token}\N{RIGHT WHITE SQUARE BRACKET}{after}"
+
+
+def setting(value: Any) -> str:
+    """A setting as one would say it."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(setting, value)) or NONE
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={setting(one)}" for name, one in value.items()) or NONE
+    if isinstance(value, float):
+        return f"{value:g}"
+    return NONE if value is None else str(value)

@@ -3,7 +3,6 @@
 import math
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
 from specdec.evaluation.checking import Divergence
 from specdec.evaluation.figures import ArmFigures, GroupSpeed
@@ -14,7 +13,7 @@ from specdec.evaluation.report.drawing import styles_of
 from specdec.evaluation.report.found import Found, is_explained
 from specdec.evaluation.report.headline import describe, headline, headline_table, warnings
 from specdec.evaluation.report.machine import machine_table
-from specdec.evaluation.report.numbers import NONE, at_temperature, count, times
+from specdec.evaluation.report.numbers import NONE, around, at_temperature, setting, times
 from specdec.evaluation.report.terms import TERMS
 
 __all__ = ["document_of"]
@@ -49,7 +48,7 @@ def _speeds(found: Found) -> Section:
     """The table that people look at first."""
     tables = [headline_table(found, temperature) for temperature, arms in found.whole.items() if arms]
     abouts = [(arm.name, f"{arm.about} ({arm.library})") for arm in found.results.about.arms]
-    return Section("speed", "How fast", tables=tables, terms=abouts)
+    return Section("speed", "How fast", tables=tables, terms=abouts, fold="What the arms are")
 
 
 def _acceptance(found: Found) -> Section:
@@ -78,7 +77,10 @@ def _prompts(found: Found) -> Section:
     openings = {question["name"]: question["opening"] for question in found.results.about.questions}
     tables = [_slowest(arms, openings, temperature) for temperature, arms in found.whole.items() if len(arms) > 1]
     charts = [chart for chart in every if chart is not None]
-    return Section("prompts", "Prompt by prompt", tables=tables, charts=charts, is_brief=False)
+    text = "Each mark is a prompt. The bar spans the middle half of them, the line across it is their median."
+    return Section(
+        "prompts", "Prompt by prompt", text=[text] if charts else [], tables=tables, charts=charts, is_brief=False
+    )
 
 
 def _slowest(arms: Sequence[ArmFigures], openings: dict[str, str], temperature: float) -> Table:
@@ -88,14 +90,20 @@ def _slowest(arms: Sequence[ArmFigures], openings: dict[str, str], temperature: 
         slowest = sorted(one.groups, key=lambda group: group.speedup) if one.arm.name != PLAIN else []
         rows += [_slow_row(one.arm.name, group, openings) for group in slowest[:NUM_SLOWEST]]
     title = f"Slowest prompts of each arm, {at_temperature(temperature)}"
-    return Table(title, ("arm", "prompt", "speedup", "tau"), rows, num_words=2)
+    return Table(title, ("arm", "prompt", "speedup", "tau"), rows, num_words=2, is_folded=True)
 
 
 def _slow_row(arm: str, group: GroupSpeed, openings: dict[str, str]) -> tuple[Cell, ...]:
     names = ", ".join(group.questions)
     about = f"{names} ({group.category})" if group.category else names
     tau = NONE if group.tau is None else f"{group.tau:.2f}"
-    return Cell(arm), Cell(about, openings.get(group.questions[0], "")), Cell(times(group.speedup)), Cell(tau)
+    return Cell(arm), Cell(about, _shortened(openings[group.questions[0]])), Cell(times(group.speedup)), Cell(tau)
+
+
+def _shortened(text: str) -> str:
+    """A text in one line of some seventy characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= 70 else line[:69] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _differences(found: Found) -> Section:
@@ -109,7 +117,8 @@ def _differences(found: Found) -> Section:
         text = "Every greedy text of every arm is that of plain decoding, token for token."
         return Section("texts", "Are the texts the same?", text=[text])
     shown = differing[:MAX_DIFFERENCES]
-    text = f"{count(len(differing), 'greedy text')} differ from plain decoding, {len(ours)} of them of this library."
+    texts = "1 greedy text differs" if len(differing) == 1 else f"{len(differing)} greedy texts differ"
+    text = f"{texts} from plain decoding, {len(ours)} of them of this library."
     if len(shown) < len(differing):
         text += f" The first {len(shown)} are listed."
     head = ("arm", "prompt", "plain decoding", "this arm", "at token", "logit margin", "rounding explains it")
@@ -130,19 +139,12 @@ def _difference(results: Results, answer: Answer) -> tuple[Cell, ...]:
     return (
         Cell(answer.arm),
         Cell(answer.question if answer.turn == 1 else f"{answer.question}, turn {answer.turn}"),
-        Cell(_around(results.text_of(plain), where.position)),
-        Cell(_around(results.text_of(answer), where.position)),
+        Cell(around(results.text_of(plain), where.position)),
+        Cell(around(results.text_of(answer), where.position)),
         Cell(str(where.position + 1)),
         Cell(margin, f"of {where.tolerance:.3g}" if where.tolerance else ""),
         Cell("yes" if is_explained(answer) else "no"),
     )
-
-
-def _around(pieces: Sequence[str], position: int) -> str:
-    """A text around one of its tokens, which is in brackets."""
-    before, after = "".join(pieces[max(0, position - 5) : position]), "".join(pieces[position + 1 : position + 4])
-    token = pieces[position] if position < len(pieces) else "end"
-    return f"{before}\N{LEFT WHITE SQUARE BRACKET}{token}\N{RIGHT WHITE SQUARE BRACKET}{after}"
 
 
 def _library(results: Results, answer: Answer) -> str:
@@ -171,16 +173,7 @@ def _left_out(results: Results) -> Section:
 def _command(results: Results) -> Section:
     """What one types to get this, and what was asked for."""
     commands = list(dict.fromkeys(shlex.join(one["argv"]) for one in results.sessions if one.get("argv")))
-    rows = [(Cell(name.replace("_", " ")), Cell(_setting(value))) for name, value in results.about.settings.items()]
+    rows = [(Cell(name.replace("_", " ")), Cell(setting(value))) for name, value in results.about.settings.items()]
     text = ["It was called more than once, and went on where it had ended."] if len(commands) > 1 else []
     tables = [Table("What was asked for", ("setting", "value"), rows, num_words=2)] if rows else []
     return Section("command", "The command", text=text, code=commands, tables=tables)
-
-
-def _setting(value: Any) -> str:
-    """A setting as one would say it."""
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_setting, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{name}={_setting(one)}" for name, one in value.items()) or NONE
-    return NONE if value is None else str(value)

@@ -15,7 +15,7 @@ from specdec.evaluation.report.traces import trace_data
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["PAGE", "SUMMARY", "check_installed", "page", "write_report"]
+__all__ = ["PAGE", "SUMMARY", "as_bytes", "check_installed", "page", "write_report"]
 
 PAGE, SUMMARY = "report.html", "summary.md"
 

@@ -247,7 +247,7 @@
     const isBest = emitted[emitted.length - 1] === choices[last];
     const twin = nodes[last].children.find((node) => node.text === own);
     const prob = isBest ? choiceProbs[last] : twin ? twin.prob : null;
-    const chosen = { text: own, prob, fate: "chosen", children: [], parent: last, isSampled, isBest };
+    const chosen = { text: own, prob, fate: "chosen", children: [], parent: last, isSampled, isProposed: Boolean(twin) };
     chosen.best = isBest ? null : { text: data.strings[choices[last]], prob: choiceProbs[last] };
     nodes[last].hadChildren = nodes[last].children.length > 0;
     nodes[last].children.unshift(chosen);
@@ -260,10 +260,10 @@
     const share = chosen.prob === null ? "" : ` (${percent(chosen.prob)})`;
     const verb = chosen.isSampled ? "drew" : "chose";
     let said = `${counted(numDrafted, "node")} drafted, ${numKept} kept, ${wasted} wasted. `;
-    if (!last.hadChildren) said += `All of the path was kept, and the target added ${spoken(chosen.text)}${share}.`;
-    else said += `Behind ${spoken(last.text)} the target ${verb} ${spoken(chosen.text)}${share}, which was not on a path that it kept.`;
+    if (!last.hadChildren) said += `A path was kept to its end, and the target added ${spoken(chosen.text)}${share}.`;
+    else said += `Behind ${spoken(last.text)} the target ${verb} ${spoken(chosen.text)}${share}${chosen.isProposed ? "" : ", which was not proposed there"}.`;
     if (chosen.best) said += ` Its most probable token was ${spoken(chosen.best.text)} (${percent(chosen.best.prob)}).`;
-    return said;
+    return said.replace(/ %/g, "\u00a0%");
   }
 
   const FATES = { root: "root", accepted: "\u2713 accepted", wasted: "wasted", chosen: "\u2605 target's own" };
