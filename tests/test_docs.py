@@ -8,6 +8,11 @@ import pytest
 from specdec.bench.chat_table import chat_table
 from specdec.bench.drafter_table import drafter_table
 from specdec.bundled.load import TINY_FOLDER
+from specdec.evaluation.records import read_results
+from specdec.evaluation.report.document import markdown
+from specdec.evaluation.report.found import find
+from specdec.evaluation.report.sections import document_of
+from specdec.evaluation.report.write import as_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the README names, and what stands in for it on a machine without a GPU or a network.
@@ -46,3 +51,13 @@ def test_the_tables_of_the_bundled_drafters_are_those_of_their_records():
     page = (ROOT / "docs/drafters/README.md").read_text(encoding="utf-8")
     assert drafter_table(ROOT / "bench/results/cpu/decode.jsonl") in page
     assert chat_table(ROOT / "bench/results/cpu/smollm2.jsonl") in page
+
+
+EVALUATIONS = sorted(path.parent for path in (ROOT / "bench/results/cpu/evaluation").glob("*/records.jsonl"))
+
+
+@pytest.mark.parametrize("folder", EVALUATIONS, ids=lambda folder: folder.name)
+def test_the_results_are_those_of_their_records(folder):
+    """The pages are what `specdec report FOLDER` writes as summary.md."""
+    written = as_bytes(markdown(document_of(find(read_results(folder)))))
+    assert (ROOT / "docs/results" / f"{folder.name}.md").read_bytes() == written

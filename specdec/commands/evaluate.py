@@ -127,7 +127,7 @@ def _tell(write_report: "Callable[[Results, Path], None]", folder: Path) -> None
     console = Console()
     for temperature in results.temperatures:
         if rows := figures(results, temperature):
-            console.print(figures_table(rows, f"temperature {temperature:g}, {len(rows[0].groups)} prompts"))
+            console.print(figures_table(rows, f"temperature {temperature:g}, {rows[0].num_answers} answers"))
     for arm, reason in results.missing.items():
         print(f"specdec: {arm} is missing: {reason}", file=sys.stderr)
     write_report(results, folder)

@@ -104,7 +104,7 @@ def figures(results: Results, temperature: float, *, category: str | None = None
     for arm in results.about.arms:
         if arm.name in by_arm:
             answers = [by_arm[arm.name][group] for group in groups]
-            found.append(_figures(arm, answers, _by_seed(groups, plain), plain, groups, is_greedy=temperature == 0))
+            found.append(_figures(arm, answers, _by_number(groups, plain), plain, groups, is_greedy=temperature == 0))
     return found
 
 
@@ -125,7 +125,7 @@ def compare_speeds(results: Results, temperature: float, ours: str, theirs: str)
     if not groups or ours not in by_arm or theirs not in by_arm:
         return None
     first, second = ([_rate(by_arm[name][group]) for group in groups] for name in (ours, theirs))
-    return _ratio(_by_seed(groups, first), _by_seed(groups, second))
+    return _ratio(_by_number(groups, first), _by_number(groups, second))
 
 
 def group_rates(
@@ -208,8 +208,8 @@ def _figures(
         num_answers=num_answers,
         num_tokens=sum(tokens for tokens, _ in rates),
         tokens_per_second=sum(tokens for tokens, _ in rates) / sum(seconds for _, seconds in rates),
-        speedup=_ratio(_by_seed(groups, rates), plain),
-        tau=_mean(_by_seed(groups, counts)) if has_tau else None,
+        speedup=_ratio(_by_number(groups, rates), plain),
+        tau=_mean(_by_number(groups, counts)) if has_tau else None,
         acceptance_at_depth=merged.acceptance_at_depth,
         times_ms=_times(first),
         num_identical=num_answers - len(differing) if is_greedy else None,
@@ -255,12 +255,13 @@ def _times(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
     return dict(times)
 
 
-def _by_seed(groups: Sequence[_Group], counts: Sequence[tuple[float, float]]) -> torch.Tensor:
-    """[seeds, groups, 2] float64 counts, the same groups in the same order for every seed."""
-    found = dict(zip(groups, counts, strict=True))
-    seeds = list(dict.fromkeys(seed for seed, _ in groups))
-    numbers = list(dict.fromkeys(number for _, number in groups))
-    return torch.tensor([[found[seed, number] for number in numbers] for seed in seeds], dtype=torch.float64)
+def _by_number(groups: Sequence[_Group], counts: Sequence[tuple[float, float]]) -> torch.Tensor:
+    """[1, groups, 2] float64 counts; seeds of a group are summed, as both sides of a ratio have the same ones."""
+    found: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for (_, number), (above, below) in zip(groups, counts, strict=True):
+        found[number][0] += above
+        found[number][1] += below
+    return torch.tensor([[*found.values()]], dtype=torch.float64)
 
 
 def _ratio(ours: torch.Tensor, theirs: torch.Tensor) -> Interval:
