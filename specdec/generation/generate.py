@@ -37,7 +37,7 @@ ENOUGH_STEPS = 64
 """Steps with a proposal that show whether a drafter suits the model."""
 
 KEPT: WeakKeyDictionary[Drafter, Decoder] = WeakKeyDictionary()
-"""The decoder of the last call with each drafter that users hold, for the steps that it captured."""
+"""The decoder of the last call with each drafter that users hold: what it captured and looked up serves the next."""
 
 _LOG = logging.getLogger("specdec")
 
@@ -168,7 +168,7 @@ def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bo
     if known is not None and is_known and _modules(known.drafter) == _modules(drafter):
         return known
     decoder = Decoder(target, drafter, acceptance=rule, capture=keep or max_new_tokens >= LONG_TEXT)
-    if keep and decoder.captured is not None:
+    if keep:
         KEPT[drafter] = decoder  # which holds a copy of its key, and so is dropped with it
     return decoder
 

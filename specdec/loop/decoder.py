@@ -110,6 +110,7 @@ class Decoder:
         if not isinstance(capture, bool):
             self.captured = CapturedSteps(capture, target.max_positions)
         self._places: Places | None = None
+        self._has_run = False
 
     def decode(
         self,
@@ -267,13 +268,15 @@ class Decoder:
                 self._set_up()
             with without_autograd(self.target.device), self.target.hooked():
                 # here the target's weights lie as passes read them; a draft model's do once it is hooked, too
-                has_moved = self._places is None or not self._places.stay()
-                if has_moved:
+                is_bound = self._places is not None and self._places.stay()
+                if not is_bound:
                     self.release()
                     self.drafter.bind(self.target)
                 with self.drafter.session(), self.scratch.active():
-                    if has_moved:
+                    # to look everything up takes longer than to bind again: nothing for one call that captures nothing
+                    if not is_bound and (self.captured is not None or self._has_run):
                         self._places = Places(self.target, self.drafter)
+                    self._has_run = True
                     yield
 
     def _lay_out(self, room: Room, device: torch.device) -> Memory:

@@ -11,6 +11,7 @@ from lib.host_code import noisy_copy
 from specdec.common import defaults
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.generation.generate import KEPT
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 
 NEW_TOKENS = 64
@@ -131,6 +132,22 @@ def test_a_drafter_of_which_nothing_is_accepted_is_reported(caplog, model):
         specdec.generate(model, drafter, torch.arange(6)[None], eos_token_id=[], **settings)
         assert [record.levelname for record in caplog.records] == ["WARNING"] * reports
     assert "drafter: draft_model proposed in" in caplog.text
+
+
+def test_a_drafter_that_serves_several_calls_follows_the_model(ids):
+    model = build_model("llama")
+    drafter = specdec.load_drafter(noisy_copy(model), model)
+
+    def text(drafter):
+        return specdec.generate(model, drafter, ids, max_new_tokens=12)
+
+    first = text(None)
+    assert all(torch.equal(text(drafter), first) for _ in range(3))
+    decoder = KEPT[drafter]
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    assert torch.equal(text(drafter), text(None))
+    assert not torch.equal(text(drafter), first)
+    assert KEPT[drafter] is decoder
 
 
 def test_interrupt_in_the_middle_restores_the_model(model, ids):
