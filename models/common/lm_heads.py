@@ -16,6 +16,7 @@ from torch import nn
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.topk import TopK
 from specdec.kernels.lm_head_topk import MAX_K, MAX_VOCAB, lm_head_topk
+from specdec.models.common.products import few_rows_linear
 
 __all__ = ["LMHeads", "best_of"]
 
@@ -82,7 +83,11 @@ class LMHeads:
             weight, bias = weights[0][0], weights[1]
             return F.linear(states, weight[tokens], None if bias is None else bias[0, tokens])
         if self._module is not None:
-            logits = cast(torch.Tensor, self._module(states))
+            plain = None if torch.is_grad_enabled() else _plain_weights(self._module, None)
+            if plain is None:
+                logits = cast(torch.Tensor, self._module(states))
+            else:
+                logits = few_rows_linear(states, plain[0][0], None if plain[1] is None else plain[1][0])
             missing = 0 if self._vocab_size is None else self._vocab_size - logits.shape[-1]
             return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
         states = states.transpose(0, 1)

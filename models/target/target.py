@@ -12,7 +12,7 @@ forward pass and refused if the results differ.
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from specdec.models.common.cache import KVCache
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.passes import PromptPass, TreePass
 from specdec.models.common.placing import in_eval_mode
+from specdec.models.common.products import with_few_rows
 from specdec.models.target.families import FAMILIES, check_model, decoder_layers, is_decoder_and_head, sliding_window_of
 from specdec.models.target.fused import FusedPath
 from specdec.models.target.modules import Tap
@@ -168,11 +169,10 @@ class Target:
             self._path = self._find_path()
             modules = list(self.model.modules()) if self._path is None else self._path.modules
             attention = self.model.config._attn_implementation
-            fusing = nullcontext() if self._path is None else self._path.attached()
             try:
                 if attention != _ATTENTION_NAME:
                     self._set_attention(_ATTENTION_NAME)
-                with in_eval_mode(self.model, modules), fusing, self._keeping_states():
+                with in_eval_mode(self.model, modules), self._own_forwards(), self._keeping_states():
                     yield
             finally:
                 if attention != _ATTENTION_NAME:
@@ -197,6 +197,12 @@ class Target:
         if self._path is not None and self._path.holds():
             return self._path
         return FusedPath(self.model, known=self._path)
+
+    def _own_forwards(self) -> AbstractContextManager[None]:
+        """What some modules run in place of their own forward while the model is hooked."""
+        if self._path is not None:
+            return self._path.attached()
+        return nullcontext() if self.sharding is not None else with_few_rows(self.model.get_decoder().modules())
 
     def _set_attention(self, name: str) -> None:
         """Choose the attention function; the official way looks at every module, for models within the model."""
