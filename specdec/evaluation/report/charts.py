@@ -101,6 +101,8 @@ def by_category(
             shift = 0.6 * ((place + 0.5) / len(arms) - 0.5)
             heights = [row + shift for row in range(len(found))]
             axes.plot(speeds, heights, linestyle="", label=arm, **marker_options(styles[arm]))
+        for row in range(1, len(found)):
+            axes.axhline(row - 0.5, color=SOFT, linewidth=0.4, alpha=0.5)
         name_rows(axes, list(found))
         axes.set_xlabel("speedup over plain decoding")
         legend(axes, arms)

@@ -58,9 +58,10 @@ def _headline(base: str, first: Results, name: str, second: Results) -> str:
         faster = sum(ratio.low > 1 for ratio, _ in ratios)
         slower = sum(ratio.high < 1 for ratio, _ in ratios)
         if arms:
+            rest = len(arms) - faster - slower
             return (
                 f"With {at_temperature(temperature)}, {name} is faster than {base} in {faster} of {len(arms)} arms, "
-                f"slower in {slower}; in the others the interval includes 1."
+                f"slower in {slower}, and open in {rest}, whose interval includes 1."
             )
     return f"{name} and {base} have no arm in common."
 

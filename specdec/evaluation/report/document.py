@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["Cell", "Chart", "Document", "Section", "Table", "markdown"]
 
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>|#~&])")
+# what means something in the middle of a line; an underscore within a word and brackets without an address do not
+_MARKUP = re.compile(r"([\\`*<>|~&]|(?<=\])\(|(?<!\w)_|_(?!\w))")
 _SPACES = re.compile(r"[\s\x00-\x1f\x7f]+")
 
 

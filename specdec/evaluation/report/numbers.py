@@ -38,7 +38,8 @@ def interval_cell(interval: Interval | None, *, is_ratio: bool, is_best: bool = 
     if interval is None:
         return Cell(NONE)
     text = times(interval.value) if is_ratio else f"{interval.value:.2f}"
-    return Cell(text, bounds(interval), is_best)
+    is_certain = interval.low == interval.value == interval.high == 1  # of plain decoding
+    return Cell(text, "" if is_certain else bounds(interval), is_best)
 
 
 def at_temperature(temperature: float) -> str:

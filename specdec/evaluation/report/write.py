@@ -64,6 +64,13 @@ def as_bytes(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
+def _breakable(text: str) -> str:
+    """Text that may go on in a new line behind an underscore, as markup."""
+    from markupsafe import Markup, escape
+
+    return escape(text).replace("_", Markup("_<wbr>"))
+
+
 @cache
 def _environment() -> "Environment":
     """Templates that escape what they are given; JSON in them is escaped for script elements."""
@@ -76,5 +83,6 @@ def _environment() -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment

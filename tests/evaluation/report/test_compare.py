@@ -39,7 +39,7 @@ def test_arms_of_both_are_compared_prompt_by_prompt():
     assert cells[:3] == ["6.7", "13.3", "2.00\N{MULTIPLICATION SIGN}"]
     assert rows_of(document, "speed-1")["medusa"][2].note == "[2.00, 2.00]"  # twice as fast on each
     assert "paired intervals over the same prompts" in text_of(document, "speed-1")
-    assert "new is faster than old in 1 of 2 arms, slower in 0" in document.headlines[0]
+    assert "new is faster than old in 1 of 2 arms, slower in 0, and open in 1" in document.headlines[0]
 
 
 def test_of_other_prompts_intervals_are_unpaired_and_called_so():

@@ -178,6 +178,14 @@ def test_awkward_texts_are_shown_as_they_are(page):
     assert page.locator("img").count() == 0
 
 
+def test_a_page_that_holds_some_of_the_traces_says_so(browser, page, tmp_path, monkeypatch):
+    assert page.locator("#traces-left").is_hidden()
+    monkeypatch.setattr("specdec.evaluation.report.traces.MAX_NODES", 30)  # one trace has 25
+    write_report(evaluation(), tmp_path)
+    with opened(browser, tmp_path / "report.html") as (other, _, _):
+        assert other.locator("#traces-left").inner_text().startswith("The page holds 1 of 2 traces")
+
+
 def test_only_answers_that_exist_are_offered(page):
     page.locator("#pick-temperature").select_option(label="1")
     assert page.locator("#pick-arm option").all_inner_texts() == [

@@ -348,6 +348,10 @@
 
   // Begin with an answer that has trees, if there is one.
 
+  const left = data.num_traces - data.traces.length;
+  byId("traces-left").hidden = left === 0;
+  byId("traces-left").textContent = `The page holds ${data.traces.length} of ${counted(data.num_traces, "trace")}; all are in traces.jsonl.`;
+
   const order = (one) => one.question * 100 + one.turn;
   const sorted = [...answers].sort((one, other) => order(one) - order(other));
   fill(picks.question, unique(sorted, questionKey, questionLabel), "");
