@@ -9,7 +9,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from specdec.commands.options import bundled, check_positive, hide_progress_of_l
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from specdec.evaluation.figures import ArmFigures
     from specdec.evaluation.prompts import Question
     from specdec.evaluation.records import Results
-    from specdec.evaluation.run import Progress
     from specdec.models.target.target import Target
 
 __all__ = ["SHOWS", "Show", "add_to", "demo_questions", "run_demo"]
@@ -62,7 +60,6 @@ _STREAMED = {
 """The drafters that write in front of your eyes, and what they are."""
 
 _MARKS = ("«", "»")
-_SECONDS_BETWEEN_LINES = 5.0
 _MINUTES = 0.6  # after which the table asks no further prompt, so that a busy machine has a first minute too
 
 
@@ -264,12 +261,13 @@ def _measure(stage: _Stage, repeats: int, folder: Path, *, minutes: float | None
     """All arms on all questions, or on those that the time was enough for."""
     import torch
 
+    from specdec.commands.evaluate import showing_progress
     from specdec.evaluation.run import Plan, evaluate
 
     num_traces = len(stage.questions) if with_traces else 0
     plan = Plan(max_new_tokens=stage.max_new_tokens, repeats=repeats, num_traces=num_traces, minutes=minutes)
     settings = {"model": stage.model, "prompts": "demo", "threads": torch.get_num_threads()}
-    with _showing_progress() as show:
+    with showing_progress() as show:
         results, _ = evaluate(
             stage.target,
             stage.drafters,
@@ -287,6 +285,7 @@ def _conclude(results: "Results", stage: _Stage, console: "Console", report: Pat
     """Print the table, write the report; returns whether every text is that of plain decoding."""
     import torch
 
+    from specdec.commands.evaluate import figures_table
     from specdec.evaluation.figures import figures
 
     rows = figures(results, 0.0)
@@ -295,7 +294,7 @@ def _conclude(results: "Results", stage: _Stage, console: "Console", report: Pat
         print(json.dumps([_record(row) for row in rows], allow_nan=False, indent=2))
     else:
         title = f"{len(rows[0].groups)} prompts, up to {stage.max_new_tokens} new tokens each, greedy, {place}"
-        console.print(_figures_table(rows, title))
+        console.print(figures_table(rows, title))
         if len(rows[0].groups) < len(stage.questions):
             console.print(f"the machine is busy: there was no time for all {len(stage.questions)} prompts")
     for arm, reason in results.missing.items():
@@ -322,46 +321,3 @@ def _record(row: "ArmFigures") -> dict[str, Any]:
         "identical": not row.divergences,
         "times_ms": row.times_ms,
     }
-
-
-@contextlib.contextmanager
-def _showing_progress() -> "Iterator[Callable[[Progress], None]]":
-    """Yields what takes the progress of the table: a bar on a terminal, plain lines on standard error otherwise."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bars
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn())
-    last = 0.0
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("")
-
-        def show(progress: "Progress") -> None:
-            nonlocal last
-            bars.update(task, completed=progress.num_done, total=progress.num_all, description=progress.doing)
-            if not console.is_terminal and time.monotonic() - last > _SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                console.print(f"{progress.num_done} of {progress.num_all} answers: {progress.doing}", soft_wrap=True)
-
-        yield show
-
-
-def _figures_table(rows: "Sequence[ArmFigures]", title: str) -> "Table":
-    """The figures of all arms, one line each, for a terminal of 80 columns."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column("arm", no_wrap=True)
-    for heading in ("tok/s", "speedup", "tau", "text"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.arm.name,
-            f"{row.tokens_per_second:.0f}",
-            f"{row.speedup.value:.2f}x",
-            f"{row.tau.value:.2f}" if row.tau else "-",
-            f"{len(row.divergences)} differ" if row.divergences else "identical",
-        )
-    return table

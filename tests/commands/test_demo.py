@@ -201,3 +201,11 @@ def test_records_are_never_written_over(tmp_path, capsys):
 def test_numbers_below_one_are_refused(option, capsys):
     assert main(["demo", option, "0"]) == 2
     assert f"{option}: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_texts_longer_than_the_context_are_refused(capsys):
+    for options in ((), ("--json",)):
+        assert main(["demo", "--max-new-tokens", "5000", *options]) == 2
+        printed = capsys.readouterr()
+        assert re.match("specdec: error: .*5000", printed.err.splitlines()[-1])
+        assert "Traceback" not in printed.err + printed.out
