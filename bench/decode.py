@@ -11,10 +11,11 @@ tau)? How far is a step from the bytes that it must read, and which phase takes 
 The bundled model and its drafters are trained. The large shapes have random weights, drafters at their published sizes
 included, and *synthetic acceptance* (`bench/decoding/simulated.py`), as every record, table and picture says.
 
-An arm is one way to decode; a cell is one model, batch size and context with every arm in it. The most telling cells
-and arms come first, every record is written at once, and each cell has its share of the time, so that a run which is
-cut off has told most; with `--resume` the next one goes on where it ended. No arm gets a number before its text was
-compared with plain decoding; the exit status is 1 if one was wrong.
+An arm is one way to decode, called as by `specdec eval`; a cell is one model, batch size and context with every arm in
+it, each timed in turns with plain decoding (`bench/decoding/cells.py`). The most telling cells and arms come first,
+every record is written at once, and each cell has its share of the time, so that a run which is cut off has told most;
+with `--resume` the next one goes on where it ended. No arm gets a number before its text was compared with plain
+decoding; the exit status is 1 if one was wrong.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import torch
 
 from specdec.bench.common.journal import AGAIN, LEFT, Journal
 from specdec.bench.common.machine import device_is_lost, measure_machine
-from specdec.bench.common.pictures import lanes_svg, middle_steps
+from specdec.bench.common.pictures import NEEDS, can_draw, draw_lanes, middle_steps
 from specdec.bench.common.shapes import MODELS, TINY, ModelShape
 from specdec.bench.common.tables import decode_tables
 from specdec.bench.common.traffic import count_reads
@@ -60,14 +61,12 @@ class Model:
         prompts: from a batch size and a context to batches of prompts.
         drafters: makers by name, the most telling first.
         reads: by drafter, what `count_reads` says of it.
-        stop_tokens: tokens after which a text ends.
     """
 
     target: Target
     prompts: Callable[[int, int], list[list[torch.Tensor]]]
     drafters: Mapping[str, Callable[[], Drafter]]
     reads: Mapping[str, Mapping[str, float]]
-    stop_tokens: Sequence[int] = ()
 
 
 def order(models: Sequence[str], batches: Sequence[int], contexts: Sequence[int]) -> list[tuple[str, int, int]]:
@@ -101,11 +100,11 @@ def cells(options: argparse.Namespace, journal: Journal) -> Iterator[tuple[Cell,
     for index, (model, batch, context) in enumerate(order(options.models, options.batches, options.contexts)):
         name = f"{model}-b{batch}-ctx{context or 'own'}"
         drafters = [name for name in _drafter_names(model) if name in (options.drafters or [name])]
-        compiled = index == 0 or options.compile_everywhere
-        if journal.due(arm_names(name, drafters, compiled=compiled)):
-            places.append((name, model, batch, context, drafters, compiled))
+        others = {"compiled": index == 0 or options.compile_everywhere, "assisted": model == BUNDLED and batch == 1}
+        if journal.due(arm_names(name, drafters, **others)):
+            places.append((name, model, batch, context, drafters, others))
     built: dict[str, Model] = {}
-    for index, (name, model, batch, context, drafters, compiled) in enumerate(places):
+    for index, (name, model, batch, context, drafters, others) in enumerate(places):
         if model not in built:
             built.clear()  # one large model at a time
             gc.collect()
@@ -120,11 +119,10 @@ def cells(options: argparse.Namespace, journal: Journal) -> Iterator[tuple[Cell,
             drafters={drafter: found.drafters[drafter] for drafter in drafters},
             reads=found.reads,
             profile=None if model == BUNDLED else PROFILES[options.profile],
-            stop_tokens=found.stop_tokens,
             max_new_tokens=options.max_new_tokens,
             repeats=options.repeats,
             machine=measure_machine() if options.device == "cuda" else None,
-            compiled=compiled,
+            **others,
         )
         yield cell, 1 / (len(places) - index)
         del cell, found  # or the model would stay while the next one is built
@@ -151,7 +149,7 @@ def _bundled(options: argparse.Namespace) -> Model:
     def prompts(batch: int, _context: int) -> list[list[torch.Tensor]]:
         return [encoded[start : start + batch] for start in range(0, len(encoded), batch)]
 
-    return Model(target, prompts, makers, reads, (tokenizer.eos_token_id,))
+    return Model(target, prompts, makers, reads)
 
 
 def _random(model: str, options: argparse.Namespace) -> Model:
@@ -214,7 +212,7 @@ def _draw(file: Path, lanes: Mapping[str, Sequence[tuple[str, float, float]]], t
     earlier = len([*file.parent.glob(f"{file.stem}*{file.suffix}")])
     if earlier:
         file = file.with_name(f"{file.stem}-{earlier + 1}{file.suffix}")
-    file.write_text(lanes_svg(lanes, title), encoding="utf-8")
+    file.write_text(draw_lanes(lanes, title), encoding="utf-8")
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -246,6 +244,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--drafters: expected some of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
     if options.max_new_tokens < 2 or min(options.batches) < 1 or min(options.contexts) < 1 or options.repeats < 1:
         parser.error("expected --max-new-tokens of 2 or more, and --batches, --contexts and --repeats of 1 or more")
+    if options.pictures is not None and not can_draw():
+        parser.error(f"--pictures: {NEEDS}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected an NVIDIA GPU for cuda, found none")
     return options

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from specdec.bench.common.cost import H200
-from specdec.bench.common.pictures import lanes_svg
+from specdec.bench.common.pictures import draw_lanes
 from specdec.bench.common.shapes import MODELS, ModelShape
 from specdec.bench.compiled.launch_counter import StepLaunches, count_step
 from specdec.bench.decoding.simulated import DRAFTERS, random_drafter, random_target
@@ -139,7 +139,7 @@ def picture(model: str, rows: Mapping[str, Row]) -> str:
             lane.append((phase, float(begin), float(begin + row.launches[phase])))
             begin += row.launches[phase]
         lanes[f"{name} {row.num_launches}"] = lane
-    return lanes_svg(lanes, f"Launches of one step, {model}, one row of {CONTEXT} tokens, greedy", unit="launches")
+    return draw_lanes(lanes, f"Launches of one step, {model}, one row of {CONTEXT} tokens, greedy", unit="launches")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -23,6 +23,7 @@ import torch
 
 from specdec.bench.campaign.call import Call
 from specdec.bench.campaign.rehearsal import rehearse
+from specdec.bench.common.pictures import NEEDS, can_draw
 from specdec.bench.launches import CONTEXT, read_table
 
 __all__ = ["main"]
@@ -52,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if options.fresh:
         call.forget(options.only or known)
+    if not can_draw():
+        print(f"no timelines: {NEEDS}", file=sys.stderr)
     status = call.run(options.only or known, 60 * options.minutes)
     print((output / "summary.md").read_text(encoding="utf-8"))
     return status

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specdec.bench.common.pictures import can_draw
 from specdec.bench.common.shapes import BATCHES, CONTEXTS, LLAMA_2_7B, LLAMA_3_8B, VICUNA_13B
 from specdec.bench.decoding.simulated import DRAFTERS
 from specdec.bundled.load import bundled_drafters
@@ -88,7 +89,7 @@ def stages(folder: Path, *, on_cpu: bool) -> list[Stage]:
 def _tiny_stages(folder: Path) -> list[Stage]:
     """The same commands where nothing is timed: one of each sort."""
     files, benchmarks = [ROOT / _CAPTURED, ROOT / "tests/kernels/test_tree_expand.py"], ROOT / "bench" / "kernels"
-    decode = _module(folder, "decode", "decode", "--dry", "--resume", "--pictures", str(folder / "pictures"))
+    decode = _module(folder, "decode", "decode", "--dry", "--resume", *_pictures(folder))
     return [
         Stage("machine", _module(folder, "machine", "common.machine", "--dry"), 1, 60),
         Stage("tests", {"tests": _pytest(folder, "tests", "--few", *files)}, 1, 60),
@@ -108,7 +109,12 @@ def _module(folder: Path, name: str, module: str, *arguments: str) -> dict[str, 
 def _decode(folder: Path, name: str, *arguments: str) -> dict[str, list[str]]:
     """Decoding on the GPU; 384 tokens, so that the prompt's pass is a small part of what is timed."""
     settings = ["--device", "cuda", "--max-new-tokens", "384", "--repeats", "3", "--minutes", MINUTES, "--resume"]
-    return _module(folder, name, "decode", *settings, "--pictures", str(folder / "pictures"), *arguments)
+    return _module(folder, name, "decode", *settings, *_pictures(folder), *arguments)
+
+
+def _pictures(folder: Path) -> tuple[str, ...]:
+    """Timelines, where they can be drawn: figures do not wait for matplotlib."""
+    return ("--pictures", str(folder / "pictures")) if can_draw() else ()
 
 
 def _precompile(folder: Path, models: Sequence[str]) -> dict[str, list[str]]:

@@ -1,19 +1,21 @@
-"""Where the time of a few steps goes, as a picture: one lane per drafter, one bar per phase. A small SVG.
+"""Spans as a picture: lanes one below the other, bars on one axis. An SVG, drawn by matplotlib.
 
-Spans of time come from the decoding loop itself: CUDA events on a GPU, the clock elsewhere. No profiler, so nothing is
-slowed down by being watched.
+Of decoding, a lane is an arm and a bar a phase of a step. These spans come from the decoding loop itself: CUDA events
+on a GPU, the clock elsewhere. No profiler, so nothing is slowed down by being watched.
 """
 
+import io
 from collections.abc import Mapping, Sequence
-from html import escape
+from importlib.util import find_spec
 
-__all__ = ["lanes_svg", "middle_steps"]
+__all__ = ["NEEDS", "can_draw", "draw_lanes", "middle_steps"]
 
 Span = tuple[str, float, float]
 
-_COLOURS = {"draft": "#ff7f0e", "score": "#1f77b4", "verify": "#2ca02c", "commit": "#9467bd"}
-_OTHER = "#7f7f7f"
-_WIDTH, _LEFT, _RIGHT, _TOP, _LANE = 900, 150, 20, 64, 30
+NEEDS = "pictures need matplotlib: pip install 'specdec-triton[eval]'"
+"""What an error says where there is none."""
+
+_COLOURS = {"draft": "tab:orange", "score": "tab:blue", "verify": "tab:green", "commit": "tab:purple"}
 
 
 def middle_steps(spans_ms: Sequence[Span], num_steps: int = 4) -> list[Span]:
@@ -35,7 +37,12 @@ def middle_steps(spans_ms: Sequence[Span], num_steps: int = 4) -> list[Span]:
     return [(name, begin - origin, finish - origin) for name, begin, finish in kept]
 
 
-def lanes_svg(lanes: Mapping[str, Sequence[Span]], title: str, *, unit: str = "ms") -> str:
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    return find_spec("matplotlib") is not None
+
+
+def draw_lanes(lanes: Mapping[str, Sequence[Span]], title: str, *, unit: str = "ms") -> str:
     """Draw spans, all lanes on one axis.
 
     Args:
@@ -44,37 +51,32 @@ def lanes_svg(lanes: Mapping[str, Sequence[Span]], title: str, *, unit: str = "m
         unit: of the axis.
 
     Returns:
-        An SVG document.
+        An SVG document: the same for the same lanes and release of matplotlib.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
     """
-    height = _TOP + _LANE * len(lanes) + 40
-    last = max((end for spans in lanes.values() for _, _, end in spans), default=0.0) or 1.0
+    if not can_draw():
+        raise RuntimeError(NEEDS)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    def x(value: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / last
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="16" y="22" font-size="15">{escape(title)}</text>',
-    ]
-    names = list(dict.fromkeys(name for spans in lanes.values() for name, _, _ in spans))
-    for index, name in enumerate(names):
-        place = _LEFT + 90 * index
-        parts.append(f'<rect x="{place}" y="36" width="12" height="12" fill="{_COLOURS.get(name, _OTHER)}"/>')
-        parts.append(f'<text x="{place + 17}" y="46">{escape(name)}</text>')
-    for index, (lane, spans) in enumerate(lanes.items()):
-        top = _TOP + _LANE * index
-        parts.append(f'<text x="{_LEFT - 8}" y="{top + 17}" text-anchor="end">{escape(lane)}</text>')
-        for name, begin, end in spans:
-            width = max(x(end) - x(begin), 0.2)
-            parts.append(
-                f'<rect x="{x(begin):.2f}" y="{top + 4}" width="{width:.2f}" height="{_LANE - 10}" '
-                f'fill="{_COLOURS.get(name, _OTHER)}"><title>{escape(name)} {end - begin:.5g} {unit}</title></rect>'
-            )
-    bottom = _TOP + _LANE * len(lanes) + 4
-    for tick in range(6):
-        value = last * tick / 5
-        parts.append(f'<line x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{_TOP}" y2="{bottom}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{value:.3g} {unit}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # text as text, names that do not change
+        figure = Figure(figsize=(10, 1.4 + 0.32 * len(lanes)), layout="constrained")
+        axes = figure.subplots()
+        for place, spans in enumerate(lanes.values()):
+            bars = [(begin, end - begin) for _, begin, end in spans]
+            axes.broken_barh(bars, (place - 0.35, 0.7), facecolors=[_COLOURS.get(name, "gray") for name, _, _ in spans])
+        phases = dict.fromkeys(name for spans in lanes.values() for name, _, _ in spans)
+        patches = [Patch(color=_COLOURS.get(name, "gray"), label=name) for name in phases]
+        figure.legend(handles=patches, loc="outside upper left", ncols=max(1, len(patches)), frameon=False, title=title)
+        axes.set_yticks(range(len(lanes)), labels=list(lanes))
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        axes.set_xlabel(unit)
+        axes.grid(axis="x", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Title": title})
+    return file.getvalue()

@@ -9,7 +9,8 @@ __all__ = ["Record", "decode_tables", "groups", "number", "table"]
 Record = Mapping[str, Any]
 
 _DECODE_COLUMNS = {
-    **{"tokens per s": "tokens_per_second", "speedup": "speedup", "tau": "tau", "speedup / tau": "efficiency"},
+    **{"tokens per s": "tokens_per_second", "speedup": "speedup"},
+    **{"lowest": "speedup_lowest", "highest": "speedup_highest", "tau": "tau", "speedup / tau": "efficiency"},
     **{"step, ms": "step_ms", "draft": "draft", "score": "score", "verify": "verify", "commit": "commit"},
     **{"% of its floor": "percent_of_floor"},
 }

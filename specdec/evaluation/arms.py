@@ -19,7 +19,7 @@ from specdec.generation.generate import SpecDecodeOutput, generate
 from specdec.loop.stats import AcceptanceStats
 from specdec.models.target.target import Target
 
-__all__ = ["Arm", "Decoded", "Request", "our_arms", "transformers_arms"]
+__all__ = ["Arm", "Decoded", "Request", "our_arm", "our_arms", "transformers_arm", "transformers_arms"]
 
 LOOKUP_TOKENS = 10
 """Tokens that transformers' prompt lookup proposes, as its documentation advises."""
@@ -72,7 +72,7 @@ class Arm:
 
 def our_arms(target: Target, drafters: Mapping[str, Drafter]) -> list[Arm]:
     """Plain decoding and every drafter, through `specdec.generate`."""
-    return [_our_arm(target, name, drafter) for name, drafter in {PLAIN: NoDrafter(), **drafters}.items()]
+    return [our_arm(target, name, drafter) for name, drafter in {PLAIN: NoDrafter(), **drafters}.items()]
 
 
 def transformers_arms(target: Target, drafters: Mapping[str, Drafter], *, batch_size: int) -> list[Arm]:
@@ -84,22 +84,22 @@ def transformers_arms(target: Target, drafters: Mapping[str, Drafter], *, batch_
         batch_size: rows of the batches to come. transformers assists one row at a time: larger ones have `generate`
             alone.
     """
-    arms = [_transformers_arm(target, "transformers", "generate", {})]
+    arms = [transformers_arm(target, "transformers", "generate", {})]
     if batch_size > 1:
         return arms
     if any(isinstance(drafter, PromptLookup) for drafter in drafters.values()):
         about = f"generate with prompt_lookup_num_tokens={LOOKUP_TOKENS}"
         options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-        arms.append(_transformers_arm(target, "transformers_prompt_lookup", about, options))
+        arms.append(transformers_arm(target, "transformers_prompt_lookup", about, options))
     for name, drafter in drafters.items():
         if isinstance(drafter, DraftModel):
             about = f"generate with {name} as assistant_model"
-            arms.append(_transformers_arm(target, f"transformers_{name}", about, {"assistant_model": drafter.model}))
+            arms.append(transformers_arm(target, f"transformers_{name}", about, {"assistant_model": drafter.model}))
     return arms
 
 
-def _our_arm(target: Target, name: str, drafter: Drafter) -> Arm:
-    """Ours with one drafter."""
+def our_arm(target: Target, name: str, drafter: Drafter) -> Arm:
+    """Ours with one drafter, through `specdec.generate`."""
 
     def run(prompts: Sequence[torch.Tensor], request: Request) -> Decoded:
         ids, mask = _padded(target, prompts)
@@ -123,8 +123,15 @@ def _our_arm(target: Target, name: str, drafter: Drafter) -> Arm:
     return Arm(ArmInfo(name, "specdec", _about(drafter)), run, drafter)
 
 
-def _transformers_arm(target: Target, name: str, about: str, options: dict[str, Any]) -> Arm:
-    """Transformers' own `generate` with these options."""
+def transformers_arm(target: Target, name: str, about: str, options: dict[str, Any]) -> Arm:
+    """Transformers' own `generate`.
+
+    Args:
+        target: the target.
+        name: of the arm.
+        about: what it is, in words.
+        options: further arguments of `generate`, such as those of its assisted or compiled forms.
+    """
     stops = target.stop_tokens
 
     def run(prompts: Sequence[torch.Tensor], request: Request) -> Decoded:

@@ -291,6 +291,7 @@ def test_devices_are_not_mixed(tmp_path):
 
 
 def test_every_benchmark_and_test_file_is_in_a_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "can_draw", lambda: True)
     found = {stage.name: stage for stage in stages.stages(tmp_path, on_cpu=False)}
     commands = {name: command for stage in found.values() for name, command in stage.commands.items()}
     assert len(commands) == sum(len(stage.commands) for stage in found.values())  # a file of results each
@@ -307,6 +308,10 @@ def test_every_benchmark_and_test_file_is_in_a_stage(tmp_path, monkeypatch):
     assert all(stage.least_s <= stage.most_s for stage in found.values())
     usual = found["decode_7b"].commands["decode_7b"]
     assert usual[usual.index("--max-new-tokens") + 1] == "384"
+    assert usual[usual.index("--pictures") + 1] == str(tmp_path / "pictures")
+    monkeypatch.setattr(stages, "can_draw", lambda: False)
+    without = {stage.name: stage for stage in stages.stages(tmp_path, on_cpu=False)}["decode_7b"].commands["decode_7b"]
+    assert "--pictures" not in without
     for tool, why in ((None, "compute-sanitizer is not on the PATH"), ("/usr/bin/compute-sanitizer", None)):
         monkeypatch.setattr(stages.shutil, "which", lambda _, tool=tool: tool)
         by_name = {stage.name: stage for stage in stages.stages(tmp_path, on_cpu=False)}

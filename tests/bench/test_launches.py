@@ -1,6 +1,7 @@
 """The committed table of launches and bytes, and the counter behind it."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -27,10 +28,19 @@ def test_the_committed_table_is_what_is_counted(counted):
     assert launches.table_text(counted) == launches.table_text(launches.read_table())
 
 
+def words(svg):
+    """What stands in a picture, numbers at its axis aside."""
+    return {text for text in re.findall(r"<text[^>]*>([^<]*)", svg) if not text.isdigit()}
+
+
 def test_the_picture_and_the_page_show_the_committed_table(counted):
     name = LLAMA_2_7B.name
     root = launches._PICTURE.parents[2]
-    assert launches.picture(name, counted[name]) == launches._PICTURE.read_text(encoding="utf-8")
+    texts = [
+        words(svg) for svg in (launches.picture(name, counted[name]), launches._PICTURE.read_text(encoding="utf-8"))
+    ]
+    assert texts[0] == texts[1]  # lines and curves are matplotlib's, and change with its releases
+    assert {f"{drafter} {row.num_launches}" for drafter, row in counted[name].items()} < texts[0]
     assert launches.markdown(counted[name]) in root.joinpath("docs", "performance.md").read_text(encoding="utf-8")
 
 
