@@ -61,3 +61,10 @@ def test_the_results_are_those_of_their_records(folder):
     """The pages are what `specdec report FOLDER` writes as summary.md."""
     written = as_bytes(markdown(document_of(find(read_results(folder)))))
     assert (ROOT / "docs/results" / f"{folder.name}.md").read_bytes() == written
+
+
+def test_the_table_of_the_readme_is_that_of_its_record():
+    readme, results = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results/smollm2.md"))
+    table = results[results.index("| arm | tok/s") : results.index("### Beside transformers")].strip()
+    assert table.count("\n") > 5
+    assert table in readme

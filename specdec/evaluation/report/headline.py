@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.evaluation.figures import ArmFigures
-from specdec.evaluation.records import PLAIN, Results
+from specdec.evaluation.figures import ArmFigures, compare_speeds
+from specdec.evaluation.records import PLAIN, ArmInfo, Results
 from specdec.evaluation.report.document import Cell, Table
 from specdec.evaluation.report.found import Found, is_explained
 from specdec.evaluation.report.machine import describe_machine
 from specdec.evaluation.report.numbers import NONE, at_temperature, bounds, count, interval_cell, percent, times
 
-__all__ = ["describe", "headline", "headline_table", "warnings"]
+__all__ = ["describe", "headline", "headline_table", "transformers_table", "warnings"]
 
 
 def describe(results: Results) -> str:
@@ -42,6 +42,27 @@ def headline_table(found: Found, temperature: float) -> Table:
     ]
     num_prompts = arms[0].num_answers
     return Table(f"{at_temperature(temperature).capitalize()}, {count(num_prompts, 'prompt')}", head, rows)
+
+
+def transformers_table(found: Found, temperature: float) -> Table | None:
+    """How fast each arm of ours is beside what transformers has for it; None where that was not measured."""
+    measured = [one.arm for one in found.whole[temperature]]
+    theirs = [arm.name for arm in measured if arm.library != "specdec"]
+    rows = []
+    for arm in measured:
+        counterpart = _counterpart(arm, theirs)
+        if arm.library == "specdec" and counterpart is not None:
+            ratio = compare_speeds(found.results, temperature, arm.name, counterpart)
+            rows.append((Cell(arm.name), Cell(counterpart), interval_cell(ratio, is_ratio=True)))
+    head = ("arm", "beside", "ratio of speeds")
+    title = f"Beside transformers, {at_temperature(temperature)}"
+    return Table(title, head, rows, num_words=2) if rows else None
+
+
+def _counterpart(arm: ArmInfo, theirs: Sequence[str]) -> str | None:
+    """The arm of transformers that does the same; its `generate` for what it does not have."""
+    own = [f"transformers_{arm.name}", *["transformers_prompt_lookup"] * arm.about.startswith("prompt_lookup,")]
+    return next((name for name in (*own, "transformers") if name in theirs), None)
 
 
 def warnings(found: Found) -> list[str]:

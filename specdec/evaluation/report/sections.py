@@ -11,7 +11,7 @@ from specdec.evaluation.report.charts import by_category, by_depth, over_prompts
 from specdec.evaluation.report.document import Cell, Chart, Document, Section, Table
 from specdec.evaluation.report.drawing import styles_of
 from specdec.evaluation.report.found import Found, is_explained
-from specdec.evaluation.report.headline import describe, headline, headline_table, warnings
+from specdec.evaluation.report.headline import describe, headline, headline_table, transformers_table, warnings
 from specdec.evaluation.report.machine import machine_table
 from specdec.evaluation.report.numbers import NONE, around, at_temperature, setting, times
 from specdec.evaluation.report.terms import TERMS
@@ -46,7 +46,11 @@ def document_of(found: Found) -> Document:
 
 def _speeds(found: Found) -> Section:
     """The table that people look at first."""
-    tables = [headline_table(found, temperature) for temperature, arms in found.whole.items() if arms]
+    tables: list[Table] = []
+    for temperature, arms in found.whole.items():
+        if arms:
+            beside = transformers_table(found, temperature)
+            tables += [headline_table(found, temperature), *([] if beside is None else [beside])]
     abouts = [(arm.name, f"{arm.about} ({arm.library})") for arm in found.results.about.arms]
     return Section("speed", "How fast", tables=tables, terms=abouts, fold="What the arms are")
 

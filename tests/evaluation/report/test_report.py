@@ -8,9 +8,12 @@ from html.parser import HTMLParser
 import pytest
 
 from lib.evaluations import ARMS, AWKWARD, answer, evaluation, question, results_of, write_records
-from specdec.evaluation.records import read_results
+from specdec.evaluation.figures import compare_speeds
+from specdec.evaluation.records import ArmInfo, read_results
 from specdec.evaluation.report import write_report
 from specdec.evaluation.report.found import find
+from specdec.evaluation.report.headline import _counterpart
+from specdec.evaluation.report.numbers import interval_cell
 from specdec.evaluation.report.sections import document_of
 
 
@@ -147,13 +150,34 @@ def test_an_order_that_is_open_is_called_so():
 
 
 def test_the_table_has_every_arm_those_that_are_missing_with_their_reason():
-    greedy, sampled = section(evaluation(), "speed").tables
+    greedy, sampled = section(evaluation(), "speed").tables[::2]
     rows = {row[0].text: [cell.text for cell in row[1:]] for row in greedy.rows}
     assert list(rows) == ["none", "medusa", "transformers", "eagle"]
     assert rows["medusa"] == ["11.8", "1.82\N{MULTIPLICATION SIGN}", "2.40", "76 %", "0 %", "4 of 4"]
     assert rows["transformers"][-1] == "3 of 4"
     assert "features: expected 64 values, got <128>" in greedy.rows[-1][0].note
     assert {row[-1].text for row in sampled.rows} == {"\N{EN DASH}"}  # drawn texts are not compared
+
+
+def test_ours_stand_beside_what_transformers_has_for_them():
+    results = evaluation()
+    beside = section(results, "speed").tables[1]
+    assert beside.title == "Beside transformers, greedy decoding"
+    assert [tuple(cell.text for cell in row[:2]) for row in beside.rows] == [
+        (arm.name, "transformers")
+        for arm in results.about.arms
+        if arm.library == "specdec" and arm.name not in results.missing
+    ]
+    ratio = compare_speeds(results, 0.0, "none", "transformers")
+    assert beside.rows[0][2] == interval_cell(ratio, is_ratio=True)
+    theirs = ["transformers", "transformers_prompt_lookup", "transformers_small"]
+    for arm, counterpart in (
+        (ArmInfo("small", "specdec", "draft_model, tree of 5 nodes"), "transformers_small"),
+        (ArmInfo("lookup", "specdec", "prompt_lookup, tree of 11 nodes"), "transformers_prompt_lookup"),
+        (ArmInfo("eagle", "specdec", "eagle, tree of 5 nodes"), "transformers"),
+    ):
+        assert _counterpart(arm, theirs) == counterpart
+    assert _counterpart(ArmInfo("eagle", "specdec"), []) is None
 
 
 def test_differing_texts_are_listed_with_what_explains_them():
