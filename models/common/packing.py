@@ -10,12 +10,13 @@ carries hooks, or has a `forward` of someone else (offloading, compiled or repla
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Packer", "is_bare", "is_free", "pack_network", "packed"]
+__all__ = ["Packer", "SameForward", "is_bare", "is_free", "own_forward", "pack_network", "packed"]
 
 _RECORDERS = "transformers.utils.output_capturing"
 
@@ -116,9 +117,19 @@ def _move_together(parameters: Sequence[nn.Parameter]) -> None:
             parameter.data = part
 
 
+class SameForward(partial[Any]):
+    """What a module runs in place of its class's forward, for the duration of a block and with the same result."""
+
+
+def own_forward(module: nn.Module) -> Any:
+    """What a module runs in place of its class's forward, as far as the result may be another; None if nothing."""
+    own = vars(module).get("forward")
+    return None if isinstance(own, SameForward) else own
+
+
 def is_free(module: nn.Module) -> bool:
     """Whether its forward is that of its class; hooks around it go on working."""
-    own = vars(module).get("forward")
+    own = own_forward(module)
     # transformers 5.0 leaves the class's own method behind where it has recorded outputs
     is_own = own is None or getattr(own, "__func__", None) is type(module).forward
     return is_own and module._compiled_call_impl is None

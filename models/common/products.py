@@ -9,13 +9,12 @@ Numerics:   the order of sums differs from `F.linear`, as it does between number
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specdec.models.common.packing import is_free
+from specdec.models.common.packing import SameForward, is_free
 
 __all__ = ["few_rows_linear", "with_few_rows"]
 
@@ -52,11 +51,12 @@ def with_few_rows(modules: Iterable[nn.Module]) -> Iterator[None]:
     Args:
         modules: any; what is no `nn.Linear` with float32 weights on a CPU is left alone.
     """
-    linears = (one for one in modules if type(one) is nn.Linear and is_free(one))
+    # within another such block they have it already
+    linears = (one for one in modules if type(one) is nn.Linear and is_free(one) and "forward" not in vars(one))
     changed = [one for one in linears if type(one.weight.data) is torch.Tensor and _is_suited(one.weight, one.weight)]
     try:
         for module in changed:
-            vars(module)["forward"] = partial(_forward, module)
+            vars(module)["forward"] = SameForward(_forward, module)
         yield
     finally:
         for module in changed:

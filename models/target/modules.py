@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.models.common.packing import own_forward
+
 __all__ = ["Snapshot", "Tap"]
 
 
@@ -58,7 +60,7 @@ class Snapshot:
         places: list[int] = []
         for module in self.modules:
             own = module.__dict__
-            parts += module, module.__class__, own.get("forward"), own.get("_compiled_call_impl")
+            parts += module, module.__class__, own_forward(module), own.get("_compiled_call_impl")
             parts += own["_modules"].values()
             for parameter in own["_parameters"].values():
                 parts.append(parameter)
