@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from specdec.kernels.swiglu import swiglu
     from specdec.kernels.tree_attention import tree_attention
     from specdec.kernels.tree_expand import tree_expand
+    from specdec.kernels.tree_grow import tree_grow
     from specdec.kernels.tree_rerank import beam_step, tree_rerank
 
 __all__ = ["Backend", "Beam", "LaunchConfig", "RerankedTree", "TopK", "Verdict", "accept_greedy", "accept_naive"]
 __all__ += ["accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "beam_step", "commit_pairs"]
 __all__ += ["draft_heads", "draft_heads_concat", "emit_step", "kv_compact", "lm_head_topk", "lstm_recurrence"]
 __all__ += ["philox_exponential", "philox_uniform", "rms_norm", "rope_kv_write", "sample_probs", "sample_race"]
-__all__ += ["skinny_linear", "swiglu", "tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
+__all__ += ["skinny_linear", "swiglu", "tree_attention", "tree_expand", "tree_grow", "tree_rerank", "warp_logits"]
 
 # Every other name lives in a module of its own name.
 _MODULES = {

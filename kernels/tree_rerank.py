@@ -29,7 +29,8 @@ import triton.language as tl
 from specdec.kernels.common import library
 from specdec.kernels.common.check import check_num_nodes, check_parent, check_tensor
 from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
-from specdec.kernels.common.launch import Backend, LaunchConfig, batch_stride, on_device, resolve_backend
+from specdec.kernels.common.launch import Backend, LaunchConfig, on_device, resolve_backend
+from specdec.kernels.common.primitives import INFINITE_COST, cost_bits, store_ancestors
 from specdec.kernels.reference import tree_rerank as reference
 
 __all__ = ["MAX_POOL", "beam_step", "tree_rerank"]
@@ -37,19 +38,11 @@ __all__ = ["MAX_POOL", "beam_step", "tree_rerank"]
 MAX_POOL = 2048
 """Most candidates of one request: all of them sit in the registers of one program."""
 
-_INFINITY = tl.constexpr(0x7F800000)  # bits of +inf; a NaN has more
-
-
-@triton.jit
-def _cost_bits(logps):
-    """Bits of max(-logps, 0): they order like the numbers, so a higher probability has fewer; NaN has the most."""
-    return tl.where(logps > 0, 0.0, logps).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
 
 _STRIDES = ["stride_tb", "stride_tm", "stride_lb", "stride_lm"]  # of tokens and log-probabilities
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, "stride_bb", "stride_sb", "first_index"])
+@triton.jit(do_not_specialize=[*_STRIDES, "stride_bb", "stride_sb", "stride_sm", "first_index"])
 def _beam_step_kernel(
     tokens_ptr,  # [B, M, R]
     logps_ptr,  # [B, M, R]
@@ -66,6 +59,7 @@ def _beam_step_kernel(
     stride_lm,
     stride_bb,
     stride_sb,
+    stride_sm,
     first_index,
     M: tl.constexpr,
     R: tl.constexpr,
@@ -81,13 +75,13 @@ def _beam_step_kernel(
     logps = tl.load(logps_ptr + b * stride_lb + m * stride_lm + offs_p % R, mask=mask_p, other=float("-inf"))
     beam_logps = tl.load(beam_logps_ptr + b * stride_bb + m, mask=mask_p, other=0.0)
     if logsumexp_ptr is not None:
-        logps -= tl.load(logsumexp_ptr + b * stride_sb + m, mask=mask_p, other=0.0)
+        logps -= tl.load(logsumexp_ptr + b * stride_sb + m * stride_sm, mask=mask_p, other=0.0)
     totals = tl.where(beam_logps > 0, 0.0, beam_logps) + tl.where(logps > 0, 0.0, logps)  # [BLOCK_P]
     totals = tl.where(totals == totals, totals, float("-inf"))
     tl.store(totals_ptr + b * M * R + offs_p, totals, mask=mask_p)
 
     # one number per candidate that orders by (total, index); the best is the smallest
-    keys = (_cost_bits(totals).to(tl.int64) << 32) | offs_p
+    keys = (cost_bits(totals).to(tl.int64) << 32) | offs_p
     offs_w = tl.arange(0, BLOCK_W)
     chosen = tl.zeros([BLOCK_W], tl.int64)
     for w in range(0, WIDTH):
@@ -96,7 +90,7 @@ def _beam_step_kernel(
         keys = tl.where(keys == best, 0x7FFFFFFFFFFFFFFF, keys)
 
     mask_w = offs_w < WIDTH
-    possible = mask_w & ((chosen >> 32) < _INFINITY)
+    possible = mask_w & ((chosen >> 32) < INFINITE_COST)
     i = tl.where(possible, (chosen & 0xFFFFFFFF).to(tl.int32), 0)
     out = b * WIDTH + offs_w
     tl.store(index_ptr + out, tl.where(possible, i + first_index, -1), mask=mask_w)
@@ -120,16 +114,16 @@ def _rank_pool(
         climbing = (node >= 0) & (node < M * R)  # what is no candidate never gets to the root
         m = node // R
         logps = tl.load(logps_ptr + m * stride_lm + node % R, mask=climbing, other=0.0)
-        cost = tl.maximum(cost, _cost_bits(logps))
+        cost = tl.maximum(cost, cost_bits(logps))
         depth += climbing.to(tl.int32)
         node = tl.load(parent_ptr + m, mask=climbing, other=node)
-    return tl.where(mask_p & (node < 0), cost, _INFINITY), depth
+    return tl.where(mask_p & (node < 0), cost, INFINITE_COST), depth
 
 
 @triton.jit
 def _choose(cost, depth, limit, MAX_DEPTH: tl.constexpr):
     """Place of every chosen candidate, from 1, in the order (depth, index); 0 if it is not chosen. And how many are."""
-    limit = tl.minimum(limit, tl.sum((cost < _INFINITY).to(tl.int32), 0))
+    limit = tl.minimum(limit, tl.sum((cost < INFINITE_COST).to(tl.int32), 0))
     # the smallest threshold with `limit` candidates up to it, bit by bit from the top
     threshold = tl.zeros_like(limit)
     for bit in range(0, 31):
@@ -210,17 +204,7 @@ def _tree_rerank_kernel(
     tl.store(out_parent_ptr + out, -1, mask=rest)
     tl.store(out_depth_ptr + out, 0, mask=rest)
     tl.store(index_ptr + out, -1, mask=rest)
-    tl.debug_barrier()  # the parents, stored by candidate, are read by node
-
-    node = tl.where(offs_n < N, offs_n, -1)
-    offs_w = tl.arange(0, BLOCK_W)
-    words = tl.zeros([BLOCK_N, BLOCK_W], tl.int32)
-    for _ in range(MAX_DEPTH + 1):  # climb to the root, one bit for every node on the way
-        bit = tl.where(node >= 0, 1 << (node & 31), 0)
-        words |= tl.where((node >> 5)[:, None] == offs_w[None, :], bit[:, None], 0)
-        node = tl.load(out_parent_ptr + b * N + node, mask=node >= 0, other=-1)
-    mask = (offs_n < N)[:, None] & (offs_w < NUM_WORDS)[None, :]
-    tl.store(ancestors_ptr + out[:, None] * NUM_WORDS + offs_w[None, :], words, mask=mask)
+    store_ancestors(out_parent_ptr, ancestors_ptr, b, N, NUM_WORDS, MAX_DEPTH, BLOCK_N, BLOCK_W)
 
 
 def _beam_config(pool_size: int, width: int) -> LaunchConfig:
@@ -248,18 +232,6 @@ def _empty_beam(tokens: torch.Tensor, logps: torch.Tensor, width: int) -> Beam:
     )
 
 
-def _empty_tree(root: torch.Tensor, num_nodes: int) -> RerankedTree:
-    batch = root.shape[0]
-    return RerankedTree(
-        tokens=root.new_empty(batch, num_nodes),
-        parent=root.new_empty(batch, num_nodes),
-        depth=root.new_empty(batch, num_nodes),
-        ancestors=root.new_empty(batch, num_nodes, (num_nodes + 31) // 32),
-        deepest=root.new_empty(batch),
-        index=root.new_empty(batch, num_nodes),
-    )
-
-
 @library.op(fake=_empty_beam)
 def beam_step(
     tokens: torch.Tensor,
@@ -283,7 +255,7 @@ def beam_step(
         beam_logps: [B, M] float32, log-probability of each entry of the current beam, nats.
         width: children to choose, 1 to M * R.
         first_index: index of the level's first candidate in the pool; added to the indices of the result.
-        logsumexp: [B, M] float32, subtracted from `logps`. None: they are log-probabilities already.
+        logsumexp: [B, M] float32 of any strides, subtracted from `logps`. None: they are log-probabilities already.
         backend: "triton" or "reference"; None decides by device.
 
     Returns:
@@ -297,7 +269,8 @@ def beam_step(
     device = tokens.device
     check_tensor("beam_logps", beam_logps, shape=(batch, num_lists), dtype=torch.float32, device=device)
     if logsumexp is not None:
-        check_tensor("logsumexp", logsumexp, shape=(batch, num_lists), dtype=torch.float32, device=device)
+        shape = batch, num_lists
+        check_tensor("logsumexp", logsumexp, shape=shape, dtype=torch.float32, device=device, contiguous_last=False)
     if not 1 <= width <= num_lists * num_ranks:
         raise ValueError(f"width: expected 1 to {num_lists * num_ranks}, the number of candidates, got {width}")
     if first_index < 0:
@@ -307,7 +280,8 @@ def beam_step(
 
     beam = _empty_beam(tokens, logps, width)
     outputs = beam.index, beam.row, beam.tokens, beam.logps, beam.candidate_logps
-    strides = *tokens.stride()[:2], *logps.stride()[:2], beam_logps.stride(0), batch_stride(logsumexp)
+    sums = (0, 0) if logsumexp is None else logsumexp.stride()
+    strides = *tokens.stride()[:2], *logps.stride()[:2], beam_logps.stride(0), *sums
     numbers, config = (first_index, num_lists, num_ranks, width), _beam_config(num_lists * num_ranks, width)
     with on_device(tokens):
         _beam_step_kernel[(batch,)](
@@ -316,7 +290,7 @@ def beam_step(
     return beam
 
 
-@library.op(fake=_empty_tree)
+@library.op(fake=RerankedTree.empty)
 def tree_rerank(
     tokens: torch.Tensor,
     logps: torch.Tensor,
@@ -363,7 +337,7 @@ def tree_rerank(
     if resolve_backend(tokens, backend) == "reference":
         return reference.tree_rerank(tokens, logps, parent, root, num_nodes=num_nodes, max_depth=max_depth)
 
-    tree = _empty_tree(root, num_nodes)
+    tree = RerankedTree.empty(root, num_nodes)
     outputs = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.deepest, tree.index
     strides = *tokens.stride()[:2], *logps.stride()[:2], parent.stride(0)
     sizes = num_lists, num_ranks, num_nodes, tree.ancestors.shape[2], max_depth

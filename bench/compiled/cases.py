@@ -23,6 +23,7 @@ from specdec.kernels.rope_kv_write import rope_kv_write
 from specdec.kernels.sample_probs import WarpSettings, sample_probs
 from specdec.kernels.skinny_linear import skinny_linear
 from specdec.kernels.swiglu import swiglu
+from specdec.kernels.tree_grow import tree_grow
 from specdec.kernels.tree_rerank import beam_step, tree_rerank
 
 __all__ = ["Launch", "cases"]
@@ -78,6 +79,9 @@ def _glue_cases() -> dict[str, Launch]:
         found[_name("rope_kv_write", model, _WIDE, bf16)] = _rope_kv_write(model, _WIDE, bf16)
     for lists, tree in [(1, _PLAIN), (51, _WIDE), (204, _LARGEST)]:  # of 10 candidates
         found[_name("tree_rerank", None, tree, torch.int32)] = _tree_rerank(lists, tree)
+    for ranks, tree in [(10, _WIDE), (16, _LARGEST)]:
+        found[_name("tree_grow", None, tree, torch.int32)] = _tree_grow(ranks, tree, lattice=False)
+    found[_name("tree_grow_lattice", None, _WIDE, torch.int32)] = _tree_grow(10, _WIDE, lattice=True)
     for lists in [1, 10]:
         found[_name(f"beam_step_{lists}x10", None, None, torch.int32)] = _beam_step(lists)
     return found
@@ -209,6 +213,12 @@ def _swiglu(model: ModelShape, dtype: torch.dtype) -> Launch:
 def _tree_rerank(lists: int, tree: TreeSize) -> Launch:
     pool = _int32(1, lists, 10), torch.empty(1, lists, 10, device="meta"), _int32(1, lists)
     return _launch(tree_rerank, *pool, _int32(1), num_nodes=tree.num_nodes, max_depth=tree.max_depth)
+
+
+def _tree_grow(ranks: int, tree: TreeSize, *, lattice: bool) -> Launch:
+    block = _int32(1, 16, ranks), _uniform(1, 16, ranks), _int32(1)
+    edges = _uniform(1, 15, ranks, ranks) if lattice else None
+    return _launch(tree_grow, *block, num_nodes=tree.num_nodes, edges=edges, logsumexp=_uniform(1, 16))
 
 
 def _beam_step(lists: int) -> Launch:

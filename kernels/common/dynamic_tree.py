@@ -31,8 +31,9 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class RerankedTree:
-    """The nodes that were kept of a pool of candidates, by depth, then by their place in the pool; the root first.
+    """The nodes that were kept of a pool of candidates, each behind its parent; the root first.
 
+    `tree_rerank` lays them out by depth, then by their place in the pool; `tree_grow` in the order it chose them.
     A padding node (the pool had fewer candidates) has parent -1, depth 0 and the token of the root, and sees itself.
 
     Attributes:
@@ -51,3 +52,16 @@ class RerankedTree:
     ancestors: torch.Tensor
     deepest: torch.Tensor
     index: torch.Tensor
+
+    @classmethod
+    def empty(cls, root: torch.Tensor, num_nodes: int) -> "RerankedTree":
+        """Memory for a tree per entry of `root [B]`."""
+        batch = root.shape[0]
+        return cls(
+            tokens=root.new_empty(batch, num_nodes),
+            parent=root.new_empty(batch, num_nodes),
+            depth=root.new_empty(batch, num_nodes),
+            ancestors=root.new_empty(batch, num_nodes, (num_nodes + 31) // 32),
+            deepest=root.new_empty(batch),
+            index=root.new_empty(batch, num_nodes),
+        )

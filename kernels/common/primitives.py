@@ -12,12 +12,26 @@ import triton.language as tl
 
 from specdec.kernels.common.launch import LaunchConfig, on_device
 
-__all__ = ["TILE", "draw_residual", "key_token", "load_logits", "load_parents", "mass_outside", "order_key", "pick"]
+__all__ = [
+    "INFINITE_COST",
+    "TILE",
+    "cost_bits",
+    "draw_residual",
+    "key_token",
+    "load_logits",
+    "load_parents",
+    "mass_outside",
+    "order_key",
+    "pick",
+]
 __all__ += ["pick_tile", "residual", "row_law", "softmax_tiles", "store_verdict", "tile_masses", "tiles_config"]
 __all__ += ["token_key", "tree_blocks"]
 
 TILE = 4096
 """Tokens of one vocabulary tile: 32 for each thread of four warps."""
+
+INFINITE_COST = tl.constexpr(0x7F800000)
+"""`cost_bits` of -inf; a NaN has more."""
 
 
 @triton.jit
@@ -28,6 +42,37 @@ def load_parents(parent_ptr, offs, mask):
     """
     parent = tl.load(parent_ptr + offs, mask=mask, other=-1)
     return tl.where((parent >= 0) & (parent < offs), parent, -1)
+
+
+@triton.jit
+def store_ancestors(
+    parent_ptr,  # [B, N]
+    ancestors_ptr,  # [B, N, NUM_WORDS]
+    b,
+    N: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Store the ancestor words of a request's nodes, whose parents this program has just stored."""
+    tl.debug_barrier()  # what one thread stored another reads
+    offs_n = tl.arange(0, BLOCK_N)
+    node = tl.where(offs_n < N, offs_n, -1)
+    offs_w = tl.arange(0, BLOCK_W)
+    words = tl.zeros([BLOCK_N, BLOCK_W], tl.int32)
+    for _ in range(MAX_DEPTH + 1):  # climb to the root, one bit for every node on the way
+        bit = tl.where(node >= 0, 1 << (node & 31), 0)
+        words |= tl.where((node >> 5)[:, None] == offs_w[None, :], bit[:, None], 0)
+        node = tl.load(parent_ptr + b * N + node, mask=node >= 0, other=-1)
+    mask = (offs_n < N)[:, None] & (offs_w < NUM_WORDS)[None, :]
+    tl.store(ancestors_ptr + (b * N + offs_n)[:, None] * NUM_WORDS + offs_w[None, :], words, mask=mask)
+
+
+@triton.jit
+def cost_bits(logps):
+    """Bits of max(-logps, 0): they order like the numbers, so a higher probability has fewer; NaN has the most."""
+    return tl.where(logps > 0, 0.0, logps).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit

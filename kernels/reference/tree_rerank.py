@@ -6,12 +6,13 @@ Best-first search in plain Python: a heap of the candidates whose parent is in t
 import dataclasses
 import heapq
 import math
+from collections.abc import Sequence
 
 import torch
 
 from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
 
-__all__ = ["beam_step", "tree_rerank"]
+__all__ = ["beam_step", "tree_of_nodes", "tree_rerank"]
 
 
 def beam_step(
@@ -61,24 +62,42 @@ def tree_rerank(
 
     Shapes, dtypes and meaning are those of `specdec.kernels.tree_rerank.tree_rerank`; arguments are not checked.
     """
-    batch, num_ranks = tokens.shape[0], tokens.shape[2]
-    num_words = (num_nodes + 31) // 32
-    fields: dict[str, list[object]] = {field.name: [] for field in dataclasses.fields(RerankedTree)}
-    pools = zip(tokens.flatten(1).tolist(), logps.flatten(1).tolist(), parent.tolist(), root.tolist(), strict=True)
-    for pool_tokens, pool_logps, lists, root_token in pools:
+    num_ranks = tokens.shape[2]
+    nodes = []  # of every request
+    for pool_tokens, pool_logps, lists in zip(
+        tokens.flatten(1).tolist(), logps.flatten(1).tolist(), parent.tolist(), strict=True
+    ):
         chosen = sorted(_best_first(pool_logps, lists, num_ranks, num_nodes - 1, max_depth))
         node_of = {-1: 0} | {i: node for node, (_, i) in enumerate(chosen, 1)}
-        num_padding = num_nodes - 1 - len(chosen)
-        parents = [-1] + [node_of[lists[i // num_ranks]] for _, i in chosen] + [-1] * num_padding
+        nodes.append([(pool_tokens[i], node_of[lists[i // num_ranks]], depth, i) for depth, i in chosen])
+    return tree_of_nodes(nodes, root, num_nodes)
+
+
+def tree_of_nodes(
+    nodes: Sequence[Sequence[tuple[int, int, int, int]]], root: torch.Tensor, num_nodes: int
+) -> RerankedTree:
+    """The tree of every request.
+
+    Args:
+        nodes: per request (token, parent, depth, index) of nodes 1, 2, ..., each behind its parent; at most
+            `num_nodes - 1`. The rest is padding.
+        root: [B] int32, token of node 0 and of the padding.
+        num_nodes: N, nodes of the result, root included.
+    """
+    batch, num_words = root.shape[0], (num_nodes + 31) // 32
+    fields: dict[str, list[object]] = {field.name: [] for field in dataclasses.fields(RerankedTree)}
+    for root_token, row in zip(root.tolist(), nodes, strict=True):
+        padding = [(root_token, -1, 0, -1)] * (num_nodes - 1 - len(row))
+        tokens, parents, depths, index = zip((root_token, -1, 0, -1), *row, *padding, strict=True)
         paths: list[int] = []  # bit j of a node's path: node j lies on it
         for node, above in enumerate(parents):
             paths.append(1 << node | (paths[above] if above >= 0 else 0))
-        fields["tokens"].append([root_token] + [pool_tokens[i] for _, i in chosen] + [root_token] * num_padding)
+        fields["tokens"].append(tokens)
         fields["parent"].append(parents)
-        fields["depth"].append([0] + [depth for depth, _ in chosen] + [0] * num_padding)
+        fields["depth"].append(depths)
         fields["ancestors"].append([[path >> 32 * w & 0xFFFFFFFF for w in range(num_words)] for path in paths])
-        fields["deepest"].append(chosen[-1][0] if chosen else 0)  # the deepest comes last
-        fields["index"].append([-1] + [i for _, i in chosen] + [-1] * num_padding)
+        fields["deepest"].append(max(depths))
+        fields["index"].append(index)
 
     shapes = {"ancestors": (batch, num_nodes, num_words), "deepest": (batch,)}
     return RerankedTree(

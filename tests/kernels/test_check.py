@@ -196,6 +196,7 @@ OF_EITHER_WIDTH = {
     ("lstm_recurrence", "counts"),
     ("lstm_recurrence", "first"),
     ("lstm_recurrence", "source"),
+    ("tree_grow", "tokens"),
     ("tree_rerank", "tokens"),
     ("tree_expand", "candidates"),
     ("kv_compact", "cache_"),

@@ -42,6 +42,7 @@ LAST_PROGRAMS = {
     "swiglu": (2, 1, 0),
     "tree_attention": (2, 7, 2),
     "tree_expand": (2, 2, 0),
+    "tree_grow": (44, 2, 0),
     "tree_rerank": (2, 0, 0),
     "warp_logits": (2, 2, 2),
 }

@@ -197,6 +197,18 @@ REJECTED = {
         ({"rank": lambda t: t[:2]}, ValueError, "rank: expected shape [5], got [2]"),
         ({"depth": lambda t: t.float()}, TypeError, "depth: expected torch.int32, got torch.float32"),
     ],
+    "tree_grow": [
+        ({"tokens": lambda t: t.float()}, TypeError, "tokens: expected torch.int32 or torch.int64, got torch.float32"),
+        ({"tokens": lambda t: t[0]}, ValueError, "tokens: expected shape [any, any, any], got [5, 4]"),
+        ({"tokens": lambda t: t[:, :0]}, ValueError, "tokens: expected up to 32 positions of up to 16 candidates, at"),
+        ({"tokens": lambda t: t.repeat(1, 7, 1)}, ValueError, "tokens: expected up to 32 positions of up to 16"),
+        ({"tokens": lambda t: t.repeat(1, 1, 5)}, ValueError, "tokens: expected up to 32 positions of up to 16"),
+        ({"logps": lambda t: t[:, :1]}, ValueError, "logps: expected shape [3, 5, 4], got [3, 1, 4]"),
+        ({"edges": lambda t: t[:, :1]}, ValueError, "edges: expected shape [3, 4, 4, 4], got [3, 1, 4, 4]"),
+        ({"logsumexp": one}, ValueError, "logsumexp: expected shape [3, 5], got [1, 5]"),
+        ({"root": one}, ValueError, "root: expected shape [3], got [1]"),
+        ({"num_nodes": lambda _: 0}, ValueError, "num_nodes: expected 1 to 512 nodes, root included, got 0"),
+    ],
     "tree_rerank": [
         ({"tokens": lambda t: t.float()}, TypeError, "tokens: expected torch.int32 or torch.int64, got torch.float32"),
         ({"tokens": lambda t: t[0]}, ValueError, "tokens: expected shape [any, any, any], got [2, 4]"),

@@ -92,6 +92,20 @@ def end_of_step(g, n, lengths):
     return *verdict, has_nan, int32([8, 7]), randint(g, 0, 9, BATCH, 3 * n), *rows, *noted
 
 
+def slots_of(g, num_tokens, device):
+    """Where every row's tokens go, one of them nowhere."""
+    slots = torch.stack([torch.randperm(7, generator=g)[:num_tokens] for _ in range(BATCH)]).int().to(device)
+    slots[1, 1] = -1
+    return slots
+
+
+def lattice_of(g, depth, root):
+    """Four candidates of every position, as probable as the one before makes them."""
+    tokens, logits = randint(g, 0, 32000, BATCH, depth, 4), -rand(g, BATCH, depth, 4)
+    edges = -rand(g, BATCH, depth - 1, 4, 4)
+    return (tokens, logits, root), {"num_nodes": 40, "edges": edges, "logsumexp": rand(g, BATCH, depth)}
+
+
 def calls(sizes):
     """A call of every op, as (positional, keyword) arguments."""
     g = torch.Generator().manual_seed(1)
@@ -109,8 +123,7 @@ def calls(sizes):
     pool_parent, lm_weight = randint(g, -1, 4, BATCH, beams), randn(g, 2, 16 + width // 4, 16)
     nodes = randint(g, -1, beams, sizes.tree), randint(g, 0, 4, sizes.tree), randint(g, 0, 6, sizes.tree)
     q, k, v = randn(g, BATCH, n, 4, dim), randn(g, BATCH, n, 2, dim), randn(g, BATCH, n, 2, dim)
-    slots = torch.stack([torch.randperm(7, generator=g)[:n] for _ in range(BATCH)]).int().to(q.device)
-    slots[1, 1] = -1
+    slots = slots_of(g, n, q.device)
     cache, kv = randn(g, 2, 2, BATCH, 8 + n, 10, dim), randn(g, 2, BATCH, 9, 2, dim)
     path = int32([[0, 2, 2, 2, 3, 4], [0, 1, 2, 4, 5, 6], [0, 2, 4, 5, 5, 6]])[:, :n].contiguous()
     prefix = randn(g, 2, BATCH, max(sizes.lengths) + sizes.attended, 2, 16)
@@ -150,6 +163,7 @@ def calls(sizes):
         "swiglu": ((randn(g, *rows, 2 * width),), {}),
         "tree_attention": ((asking[0], *prefix, lengths, asking[1]), {"scale": 0.25}),
         "tree_expand": ((level[0], root, lengths, *nodes), {}),
+        "tree_grow": lattice_of(g, beams + 3, root),
         "tree_rerank": ((level[0], level[1], pool_parent, root), {"num_nodes": 40, "max_depth": 2}),
         "warp_logits": ((warped[0], warping, *warped[1:], history), {}),
     }
