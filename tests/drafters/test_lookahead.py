@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from lib.drafter_checks import Nudged
 from lib.families import build_model, random_prompts
 from specdec.bundled.load import load_tiny
-from specdec.drafters import lookahead
-from specdec.drafters.lookahead import Lookahead, NgramPool
+from specdec.drafters.weightless import lookahead
+from specdec.drafters.weightless.lookahead import Lookahead, NgramPool
 from specdec.loop.decoder import Decoder
 
 SETTINGS = {

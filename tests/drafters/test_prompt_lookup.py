@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lib.drafter_checks import begin
 from lib.families import build_model
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.drafting.base import Prompt
 from specdec.drafting.candidates import Best
 from specdec.kernels.common.verdict import Verdict

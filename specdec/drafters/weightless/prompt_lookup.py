@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from specdec.drafters.weightless.texts import RowTexts
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
@@ -62,48 +63,33 @@ class PromptLookup(Drafter):
         self._template = TreeTemplate(self.shape, target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
-        """One slot per token and room for a step's emitted tokens, of which the unused ones are -1."""
-        width = room.max_length + self.shape.max_depth + 2
-        self._text = torch.full((room.batch_size, width), -1, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
-        self._columns = torch.arange(width, device=device)
+        """The texts that are searched."""
+        self._texts = RowTexts(room, self.shape.max_depth, device)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Take the prompt as the text to search."""
-        width = prompt.tokens.shape[1]
-        inside = self._columns[:width] < prompt.lengths[:, None]
-        self._text.fill_(-1)
-        self._text[:, :width] = torch.where(inside, prompt.tokens, -1)
-        self._lengths.copy_(prompt.lengths)
+        self._texts.start(prompt)
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Look the end of the text, root included, up in the text before it."""
-        self._append(root[:, None], torch.ones_like(root))
-        width = self._text.shape[1]
-        before_end = self._columns < self._lengths[:, None] - 1
-        matched = before_end  # [B, S]: the last `size` tokens of the text also end here
-        found = torch.full_like(self._lengths, -1)
+        self._texts.append_root(root)
+        text, lengths, columns = self._texts.tokens, self._texts.lengths, self._texts.columns
+        matched = columns < lengths[:, None] - 1  # [B, S]: the last `size` tokens of the text also end here
+        found = torch.full_like(lengths, -1)
         for size in range(1, self.max_ngram + 1):
             # one token longer: compare the token `size - 1` places before each column with that before the end
-            last = self._text.gather(1, (self._lengths[:, None] - size).clamp(min=0).long())
-            inside = (self._columns >= size - 1) & (self._lengths[:, None] >= size)
-            matched = matched & inside & (torch.roll(self._text, size - 1, 1) == last)
-            position = torch.where(matched, self._columns, -1).amax(1).int()
+            last = text.gather(1, (lengths[:, None] - size).clamp(min=0).long())
+            inside = (columns >= size - 1) & (lengths[:, None] >= size)
+            matched = matched & inside & (torch.roll(text, size - 1, 1) == last)
+            position = torch.where(matched, columns, -1).amax(1).int()
             found = torch.where(position >= 0, position, found)
         start = (found + 1).clamp(min=0)
-        columns = start[:, None] + self._columns[: self.shape.max_depth]
-        continuation = self._text.gather(1, columns.clamp(max=width - 1).long())
-        available = (self._lengths - start).clamp(max=self.shape.max_depth)
+        places = start[:, None] + columns[: self.shape.max_depth]
+        continuation = text.gather(1, places.clamp(max=text.shape[1] - 1).long())
+        available = (lengths - start).clamp(max=self.shape.max_depth)
         num_tokens = torch.where(found >= 0, available, 0).int()
         return self._template.expand_chain(continuation.clamp(min=0), num_tokens, root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
-        """Append the accepted tokens; the next root follows with the next draft."""
-        self._append(verdict.emitted, verdict.num_accepted.clamp(min=0))
-        # a finished row appends its root at every draft; take it back
-        self._lengths -= (verdict.num_accepted < 0).int()
-
-    def _append(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Write [B, P] tokens at the end of each row's text, of which the first `counts [B]` stay."""
-        self._text.scatter_(1, (self._lengths[:, None] + self._columns[: tokens.shape[1]]).long(), tokens)
-        self._lengths += counts
+        """Append the accepted tokens."""
+        self._texts.commit(verdict)
