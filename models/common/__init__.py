@@ -1,1 +1,1 @@
-"""What targets and draft networks are both made of: caches, what a pass may see, LM heads."""
+"""What targets and draft networks are both made of: caches, what a pass may see, attention, LM heads."""

@@ -43,6 +43,7 @@ class LMHeads:
         self._down = down
         self._module: Any = None
         self._vocab_size: int | None = None
+        self._added: torch.Tensor | None = None
         self._backend = backend
 
     @classmethod
@@ -59,12 +60,19 @@ class LMHeads:
         heads._weights = heads._down = None  # type: ignore[assignment]  # the module's, which may move meanwhile
         heads._module = module
         heads._vocab_size = vocab_size
+        heads._added = None
         heads._backend = backend
         return heads
 
     def over(self, vocab_size: int) -> "LMHeads":
         """The same module's head over a vocabulary of this size, as in `of`."""
         return LMHeads.of(self._module, vocab_size=vocab_size, backend=self._backend)
+
+    def adding(self, logits: torch.Tensor) -> "LMHeads":
+        """The same module's head with `logits [B, V]` added to those of all states of a row."""
+        heads = LMHeads.of(self._module, backend=self._backend)
+        heads._added = logits
+        return heads
 
     def logits(self, states: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the dtype of the states.
@@ -78,7 +86,7 @@ class LMHeads:
         """
         if tokens is not None:
             weights = _plain_weights(self._module, self._vocab_size)
-            if weights is None:
+            if weights is None or self._added is not None:
                 return self.logits(states)[..., tokens]
             weight, bias = weights[0][0], weights[1]
             return F.linear(states, weight[tokens], None if bias is None else bias[0, tokens])
@@ -88,6 +96,8 @@ class LMHeads:
                 logits = cast(torch.Tensor, self._module(states))
             else:
                 logits = few_rows_linear(states, plain[0][0], None if plain[1] is None else plain[1][0])
+            if self._added is not None:
+                return logits + self._added[:, None]
             missing = 0 if self._vocab_size is None else self._vocab_size - logits.shape[-1]
             return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
         states = states.transpose(0, 1)
@@ -128,6 +138,11 @@ class LMHeads:
         if self._backend == "reference" or (self._backend is None and states.device.type == "cpu"):
             return None
         weights = self._weights if self._module is None else _plain_weights(self._module, self._vocab_size)
+        if weights is not None and self._added is not None:
+            # a row of the batch is a head: all have the one weight, and what is added is each one's bias
+            one, bias = weights
+            many = one.expand(self._added.shape[0], -1, -1)
+            weights = None if bias is not None or self._added.stride(1) != 1 else (many, self._added)
         if weights is None or k > min(MAX_K, weights[0].shape[1]) or weights[0].shape[1] > MAX_VOCAB:
             return None
         fits = all(tensor is None or tensor.dtype == states.dtype for tensor in weights)
@@ -145,6 +160,10 @@ class LMHeads:
         options: dict[str, Any] = {"k": k, "bias": bias, "rounded": rounded, "backend": self._backend}
         if self._module is None:
             return lm_head_topk(states.transpose(0, 1), weight, down=self._down, **options)
+        if self._added is not None:
+            best = lm_head_topk(states.contiguous(), weight, **options)
+            sums = best.logsumexp.mT
+            return TopK(best.values.transpose(0, 1), best.tokens.transpose(0, 1), sums, best.has_nan.mT)
         best = lm_head_topk(states.reshape(1, -1, states.shape[2]), weight, **options)
         lead = states.shape[:2]
         return TopK(

@@ -104,6 +104,8 @@ class TreePass:
     backend: Backend
     fused: bool = False
     """Whether layers may run on the fused path (`specdec.models.target.fused`)."""
+    window_depth: torch.Tensor | None = None
+    """[B or 1, N] int32, where the window of each node ends, if that is not its own position."""
     _slots: torch.Tensor | None = field(init=False, default=None)
     _positions: torch.Tensor | None = field(init=False, default=None)
     _visible: dict[int | None, list[VisibleSlots]] = field(init=False, default_factory=dict)
@@ -128,10 +130,11 @@ class TreePass:
     ) -> torch.Tensor:
         """Attention of the nodes, `[B, HQ, N, D]`, to the prefix and to their ancestors; returns [B, N, HQ, D]."""
         num_tree_nodes = self.first_node + self.num_nodes
+        depth = self.depth if self.window_depth is None else self.window_depth
         if self.backend == "reference":
             # who sees whom is the same in all layers of one window: found once per pass, not once per layer
             if window not in self._visible:
-                self._visible[window] = visible_slots(self.lengths, self.ancestors, num_tree_nodes, self.depth, window)
+                self._visible[window] = visible_slots(self.lengths, self.ancestors, num_tree_nodes, depth, window)
             return attend_to(query, keys, values, self._visible[window], scale=scale, upcast=False)
         return tree_attention(
             query.transpose(1, 2),
@@ -141,7 +144,7 @@ class TreePass:
             self.ancestors,
             scale=scale,
             num_tree_nodes=num_tree_nodes,
-            depth=None if window is None else self.depth,
+            depth=None if window is None else depth,
             window=window,
             backend=self.backend,
         )

@@ -43,6 +43,8 @@ class EagleConfig(LayerNetworkConfig):
         "shares_lm_head",
     )
 
+    num_layers: ClassVar[int] = 1
+
     @property
     def feature_size(self) -> int:
         """Width F of what is read of the target at each token."""

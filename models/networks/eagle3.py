@@ -1,10 +1,11 @@
-"""EAGLE-3's network: one decoder layer on three of the target's states, with norms and an LM head of its own.
+"""EAGLE-3's network: a decoder layer or more on some of the target's states, with norms and an LM head of its own.
 
 Equation:   f_t = W [tap_1; tap_2; tap_3];  s_{t+1} = layer with residual f_t that attends from
             [n_e(e(x_{t+1})); n_f(f_t)];  logits for x_{t+2} = own LM head on n(s_{t+1}), over a draft vocabulary.
             Deeper in a draft, s takes the place of f
 Switches:   norm_before_residual: residual n_f(f_t);  norm_output: n(s_{t+1}) is what is fed on;
-            feature_norm: W n_i([tap_1; ..]) ("joined") or W [n_1(tap_1); ..] ("each")
+            feature_norm: W n_i([tap_1; ..]) ("joined") or W [n_1(tap_1); ..] ("each");  num_layers: behind the first
+            come plain decoder layers, s_{t+1} is the last one's;  windows: how far back each sees
 Source:     EAGLE-3 (arXiv:2503.01840) section 3; the authors' published files; the switches:
             vllm-project/speculators, and EAGLE-3.1 (arXiv:2605.09992)
 Shapes:     e, s, f [B, T, C]; features [B, T, F], the taps side by side
@@ -14,7 +15,7 @@ of its own. Who uses which switch: docs/drafters/eagle.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
@@ -23,7 +24,11 @@ from transformers import PretrainedConfig
 
 from specdec.kernels.common.launch import Backend
 from specdec.models.common.ops import rms_normed
-from specdec.models.networks.base import DraftNetwork
+from specdec.models.networks.base import (
+    OwnVocabulary,
+    check_target_width,
+    draft_vocabulary_size,
+)
 from specdec.models.networks.layer import Attend, DraftLayer, DraftLayerConfig, LayerNetworkConfig, Rotary
 
 if TYPE_CHECKING:
@@ -66,6 +71,10 @@ class Eagle3Config(LayerNetworkConfig):
             one of every tap's own.
         own_embedding: tokens are embedded by the network, not by the target.
         shares_lm_head: the LM head is the target's.
+        num_layers: decoder layers; those behind the first one are plain.
+        windows: of each layer how many positions a token sees, its own included, None for all; None where no layer has
+            a window.
+        target_hidden_size: width of the target's states, if it is not the network's.
     """
 
     tap_layers: tuple[int, ...] | None = None
@@ -75,29 +84,52 @@ class Eagle3Config(LayerNetworkConfig):
     feature_norm: Literal["joined", "each"] | None = None
     own_embedding: bool = False
     shares_lm_head: bool = False
+    num_layers: int = 1
+    windows: tuple[int | None, ...] | None = None
+    target_hidden_size: int | None = None
 
     # of a time when EAGLE-1 was a version of the same configuration
     retired: ClassVar[tuple[str, ...]] = ("version", "fc_bias")
 
     def __post_init__(self) -> None:
         LayerNetworkConfig.__post_init__(self)
-        size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        size = draft_vocabulary_size(self.draft_vocab_size, self.vocab_size, shares_lm_head=self.shares_lm_head)
         object.__setattr__(self, "draft_vocab_size", size)
-        if not 1 <= size <= self.vocab_size:
-            raise ValueError(f"draft_vocab_size: expected 1 to {self.vocab_size}, the target's vocabulary, got {size}")
         if self.feature_norm not in (None, "joined", "each"):
             raise ValueError(f"feature_norm: expected None, 'joined' or 'each', got {self.feature_norm!r}")
-        if self.shares_lm_head and size != self.vocab_size:
-            raise ValueError(f"shares_lm_head: expected False with a draft vocabulary of {size} tokens, got True")
         if self.tap_layers is not None:
             object.__setattr__(self, "tap_layers", tuple(self.tap_layers))  # JSON has lists
             if not self.tap_layers:
                 raise ValueError("tap_layers: expected at least one layer, got ()")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers: expected at least 1, got {self.num_layers}")
+        if self.windows is not None:
+            object.__setattr__(self, "windows", tuple(self.windows))
+            if len(self.windows) != self.num_layers or any(size is not None and size < 1 for size in self.windows):
+                raise ValueError(
+                    f"windows: expected None or at least 1 for each of {self.num_layers} layers, got {self.windows}"
+                )
+        check_target_width(self)
+
+    @property
+    def tap_size(self) -> int:
+        """Width of the target's states."""
+        return self.target_hidden_size or self.hidden_size
 
     @property
     def feature_size(self) -> int:
         """Width F of what is read of the target at each token."""
-        return self.hidden_size * self.num_taps
+        return self.tap_size * self.num_taps
+
+    @property
+    def window_of(self) -> tuple[int | None, ...]:
+        """How many positions a token sees in each layer; None for all."""
+        return self.windows or (None,) * self.num_layers
+
+    @property
+    def least_window(self) -> int | None:
+        """The smallest window; None where no layer has one."""
+        return min((size for size in self.window_of if size is not None), default=None)
 
     @property
     def num_taps(self) -> int:
@@ -121,8 +153,8 @@ class Eagle3Config(LayerNetworkConfig):
         return super(Eagle3Config, cls).for_target(target_config, **changes)
 
 
-class Eagle3Network(DraftNetwork):
-    """One layer with its input projection, norms, an LM head and a draft vocabulary.
+class Eagle3Network(OwnVocabulary):
+    """Layers with their input projection, norms, an LM head and a draft vocabulary.
 
     Args:
         config: sizes and switches.
@@ -130,8 +162,6 @@ class Eagle3Network(DraftNetwork):
 
     config_class = Eagle3Config
     config: Eagle3Config
-    d2t: torch.Tensor
-    t2d: torch.Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -142,23 +172,15 @@ class Eagle3Network(DraftNetwork):
         self.lm_head = None if config.shares_lm_head else nn.Linear(width, config.num_draft_tokens, bias=False)
         self.input_norm = nn.RMSNorm(config.feature_size, eps) if config.feature_norm == "joined" else None
         each = range(config.num_taps if config.feature_norm == "each" else 0)
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps) for _ in each)
-        self.midlayer = _MidLayer(config.layer, norm_before_residual=config.norm_before_residual)
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(config.tap_size, eps) for _ in each)
+        first, *others = config.window_of
+        self.midlayer = _MidLayer(config.layer, norm_before_residual=config.norm_before_residual, window=first)
+        # numbered from 1 on, as in files with several layers
+        self.layers = nn.ModuleDict(
+            {str(index): DraftLayer(config.layer, window=window) for index, window in enumerate(others, start=1)}
+        )
         self.norm = nn.RMSNorm(width, eps)
-        if self.has_own_vocabulary:
-            self.register_buffer("d2t", torch.zeros(config.num_draft_tokens, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.num_draft_tokens)
-
-    @property
-    def has_own_vocabulary(self) -> bool:
-        """Whether it proposes from fewer tokens than the target has."""
-        return self.config.num_draft_tokens < self.config.vocab_size
-
-    @property
-    def target_ids(self) -> torch.Tensor:
-        """[num_draft_tokens] int64, the target's id of each token of the draft vocabulary."""
-        ids = torch.arange(self.config.num_draft_tokens, device=self.fc.weight.device)
-        return ids + self.d2t if self.has_own_vocabulary else ids
+        self.add_vocabulary()
 
     def read(self, features: torch.Tensor) -> torch.Tensor:
         """What takes the place of guesses at tokens that the target has seen: [B, T, F] to [B, T, C]."""
@@ -177,66 +199,23 @@ class Eagle3Network(DraftNetwork):
     ) -> torch.Tensor:
         """As `EagleNetwork`; `embedded` is of `embed_tokens` if there is one."""
         residual, attention_input = self.midlayer.read(embedded.to(states.dtype), states, self.backend)
-        return self.midlayer(
-            residual,
-            self.rotary.at(states, positions),
-            attend,
-            backend=self.backend,
-            attention_input=attention_input,
-            norm=self.norm if self.config.norm_output else None,
-        )
+        rotation, backend = self.rotary.at(states, positions), self.backend
+        norms = [None] * (self.config.num_layers - 1) + [self.norm if self.config.norm_output else None]
+        x = self.midlayer(residual, rotation, attend, backend=backend, attention_input=attention_input, norm=norms[0])
+        for index, layer in enumerate(self.layers.values(), start=1):
+            x = layer(x, rotation, attend, backend=backend, layer=index, norm=norms[index])
+        return x
 
     def lm_states(self, states: torch.Tensor) -> torch.Tensor:
         """What enters the LM head, the target's or its own: [.., C] of `forward` to [.., C]."""
         return states if self.config.norm_output else rms_normed(states, self.norm, self.backend)
 
-    @torch.no_grad()
-    def set_draft_vocabulary(self, target_ids: torch.Tensor) -> None:
-        """Choose the tokens that it can propose.
-
-        Args:
-            target_ids: [num_draft_tokens] distinct ids of the target's vocabulary, in any order.
-
-        Raises:
-            ValueError: another number of ids, an id twice, or one that the target does not have.
-        """
-        size, vocab_size = self.config.num_draft_tokens, self.config.vocab_size
-        ids = torch.as_tensor(target_ids, dtype=torch.int64).cpu().sort().values
-        if not self.has_own_vocabulary:
-            raise ValueError(f"draft_tokens: expected None without a draft vocabulary, got {ids.numel()} ids")
-        if ids.shape != (size,) or ids.unique().numel() != size or ids[0] < 0 or ids[-1] >= vocab_size:
-            raise ValueError(
-                f"draft_tokens: expected {size} distinct ids below {vocab_size}, got {ids.numel()} "
-                f"({ids.unique().numel()} distinct)"
-            )
-        self.d2t.copy_(ids - torch.arange(size))
-        self.t2d.zero_()
-        self.t2d[ids.to(self.t2d.device)] = True
-
-    @torch.no_grad()
-    def start_from(self, lm_head: torch.Tensor, embedding: torch.Tensor) -> None:
-        """Begin training with the target's weights, as far as it has some of its own in their place.
-
-        Args:
-            lm_head: [V, C] the target's LM head; the rows of the draft vocabulary are taken.
-            embedding: [V, C] the target's input embedding.
-        """
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(lm_head[self.target_ids.to(lm_head.device)])
-        if self.embed_tokens is not None:
-            self.embed_tokens.weight.copy_(embedding)
-
-    def share_embedding(self) -> None:
-        """As `DraftNetwork`."""
-        self.embed_tokens = None
-        self.config = replace(self.config, own_embedding=False)
-
 
 class _MidLayer(DraftLayer):
     """EAGLE-3's layer: attention reads a token's embedding and its state side by side, each with a norm of its own."""
 
-    def __init__(self, config: DraftLayerConfig, *, norm_before_residual: bool) -> None:
-        super().__init__(config, attention_input_size=2 * config.hidden_size)
+    def __init__(self, config: DraftLayerConfig, *, norm_before_residual: bool, window: int | None) -> None:
+        super().__init__(config, attention_input_size=2 * config.hidden_size, window=window)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._norm_before_residual = norm_before_residual
 

@@ -21,7 +21,7 @@ from specdec.models.networks.eagle import EagleNetwork
 from specdec.models.networks.eagle3 import Eagle3Network
 from specdec.models.networks.layer import Attend, DraftLayer, LayerNetworkConfig, Rotary
 
-__all__ = ["ParallelSpecConfig", "ParallelSpecNetwork"]
+__all__ = ["ParallelSpecConfig", "ParallelSpecNetwork", "group_mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +136,21 @@ class ParallelSpecNetwork(DraftNetwork):
             raise ValueError(f"eagle: expected the sizes of this network, got others for {', '.join(differing)}")
         for name, tensor in given.items():
             own[name].copy_(tensor)
+
+
+def group_mask(group: torch.Tensor, member: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Who sees whom in figure 3 of the paper.
+
+    Args:
+        group: [N] group of each token and mask, counted by its real token.
+        member: [N] place of each in its group: 0 for the real token, k for mask k.
+        window: real tokens that a row sees, counted back from its own position; None for all before it.
+
+    Returns:
+        [N, N] bool, True where row i may see column j.
+    """
+    earlier_token = (member == 0) & (group < group[:, None])
+    if window is not None:
+        earlier_token &= (group + member)[:, None] - group < window
+    own_group = (group == group[:, None]) & (member <= member[:, None])
+    return earlier_token | own_group

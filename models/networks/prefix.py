@@ -164,9 +164,9 @@ class FeaturePrefix:
             backend=resolve_backend(depth, self.cache.backend),
         )
 
-    def attention(self, visible: PromptPass | TreePass) -> CachedAttention:
-        """Attention of a pass to this text."""
-        return CachedAttention(self.cache, visible, self._table, self._places)
+    def attention(self, visible: PromptPass | TreePass, asking: TreePass | None = None) -> CachedAttention:
+        """Attention of a pass, or of its last nodes `asking` alone, to this text."""
+        return CachedAttention(self.cache, visible, self._table, self._places, asking)
 
     def advance(self) -> None:
         """Count the pairs of the last `read` as committed, all but those to keep."""

@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-__all__ = ["TensorFiles", "download", "read_config", "tensor_files"]
+__all__ = ["MASK_EMBEDDING", "MASK_TOKEN", "TensorFiles", "download", "read_config", "tensor_files"]
+
+MASK_EMBEDDING, MASK_TOKEN = "mask_embedding", "mask_embedding.token"
+"""Names that the content of a `mask_embedding.pt` beside a checkpoint goes by: [C], and an int64 number."""
 
 # In this order; a folder with draft heads may hold other weights as well.
 _HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
 _MODEL_FILES = tuple(name + end for name in ("model.safetensors", "pytorch_model.bin") for end in (".index.json", ""))
+_MASK_FILE = f"{MASK_EMBEDDING}.pt"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _UNREADABLE = (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError)
 
@@ -58,6 +62,11 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                 raise ValueError(f"{file}: expected a readable tensor {name}, got {error}") from error
         return self._read[name]
 
+    def put(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add what was read of another file."""
+        self._where.update(dict.fromkeys(tensors, file))
+        self._read.update(tensors)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
@@ -74,11 +83,19 @@ def tensor_files(path: Path) -> TensorFiles:
     """
     if path.is_file():
         return TensorFiles([path])
+    tensors, mask = _checkpoint(path), path / _MASK_FILE
+    if mask.exists():
+        tensors.put(mask, _mask_embedding(mask))
+    return tensors
+
+
+def _checkpoint(path: Path) -> TensorFiles:
+    """The tensors of the checkpoint in a folder."""
     for name in (*_HEAD_FILES, *_MODEL_FILES):
         file = path / name
         if file.exists():
             return _sharded(file) if name.endswith(".json") else TensorFiles([file])
-    others = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    others = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.name != _MASK_FILE)
     if not others:
         raise FileNotFoundError(f"drafter: expected a checkpoint ({', '.join(_SUFFIXES)}) in {path}, got none")
     if len(others) > 1:
@@ -117,7 +134,7 @@ def download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     def fetch(suffixes: tuple[str, ...]) -> Path:
-        patterns = ["*.json", *(f"*{suffix}" for suffix in suffixes)]
+        patterns = ["*.json", _MASK_FILE, *(f"*{suffix}" for suffix in suffixes)]
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "tokenizer*", "vocab*"]))
 
     try:
@@ -145,6 +162,22 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError("something else than a dict of tensors")
     return dict(tensors)
+
+
+def _mask_embedding(file: Path) -> dict[str, torch.Tensor]:
+    """The embedding that masks have in the place of their token's, by its name, and the token where the file has it."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        raise ValueError(f"{file}: expected a readable embedding of the mask, got {error}") from error
+    content = {"embedding": content} if isinstance(content, torch.Tensor) else content
+    embedding = content.get("embedding") if isinstance(content, dict) else None
+    if not isinstance(embedding, torch.Tensor):
+        raise ValueError(f"{file}: expected a tensor, or one named 'embedding', got {type(content).__name__}")
+    found = {MASK_EMBEDDING: embedding.flatten()}
+    if content.get("mask_token_id") is not None:
+        found[MASK_TOKEN] = torch.tensor(int(content["mask_token_id"]))
+    return found
 
 
 def _sharded(index: Path) -> TensorFiles:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.models.networks.base import DraftNetwork
-from specdec.models.published import eagle, falcon, hydra, medusa
+from specdec.models.published import dflash, dspark, eagle, falcon, hydra, medusa, mtp, peagle
 
 __all__ = ["READERS", "Reader", "reader_of", "recognise"]
 
@@ -19,11 +19,16 @@ class Reader:
         recognises: whether tensors of these names, beside a `config.json` of this content, are of this kind.
         read: a network from the tensors by name and the content of the `config.json`, which is empty if there is none.
         embedding: name under which files hold an input embedding, which tells their base model.
+        lm_head: name under which files may hold a copy of the target's LM head.
+        copies: of tensors of these names, which ought to be copies of the target's, and of what: its "embedding" or its
+            "LM head"; they are not read.
     """
 
     recognises: Callable[[set[str], Mapping[str, Any]], bool]
     read: Callable[..., DraftNetwork]
     embedding: str | None = None
+    lm_head: str | None = None
+    copies: Callable[[set[str], Mapping[str, Any]], Mapping[str, str]] | None = None
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -34,9 +39,13 @@ class Reader:
 READERS = {
     "medusa": Reader(medusa.recognises, medusa.read),
     "hydra": Reader(hydra.recognises, hydra.read),
+    "peagle": Reader(peagle.recognises, peagle.read, peagle.EMBEDDING),
     "eagle3": Reader(eagle.recognises_third, eagle.read, eagle.EMBEDDING),
     "eagle": Reader(eagle.recognises, eagle.read, eagle.EMBEDDING),
     "falcon": Reader(falcon.recognises, falcon.read, falcon.EMBEDDING),
+    "mtp": Reader(mtp.recognises, mtp.read, copies=mtp.copies),
+    "dspark": Reader(dspark.recognises, dspark.read, dspark.EMBEDDING, dspark.HEAD),
+    "dflash": Reader(dflash.recognises, dflash.read, dflash.EMBEDDING, dflash.HEAD),
 }
 """By the kind of drafter; the first one that recognises a file reads it."""
 

@@ -16,19 +16,23 @@ __all__ = ["Snapshot", "Tap"]
 
 
 class Tap:
-    """A forward hook that keeps a module's output.
+    """A forward hook that keeps a module's output, or the states that it was given.
 
     Args:
         kept: where it is kept.
         place: under which key.
+        of_input: whether what a decoder layer reads is wanted, in place of what it gives.
     """
 
-    def __init__(self, kept: dict[int, torch.Tensor], place: int) -> None:
+    def __init__(self, kept: dict[int, torch.Tensor], place: int, *, of_input: bool = False) -> None:
         self.kept = kept
         self.place = place
+        self.of_input = of_input
 
-    def __call__(self, module: nn.Module, args: object, output: Any) -> None:
-        """As a forward hook."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """As a forward hook with keywords."""
+        if self.of_input:
+            output = args[0] if args else kwargs["hidden_states"]
         self.kept[self.place] = output if isinstance(output, torch.Tensor) else output[0]
 
 

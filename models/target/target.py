@@ -17,10 +17,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.kernels.common.launch import Backend, resolve_backend
 from specdec.models.common.cache import KVCache
+from specdec.models.common.family import ATTENTION_NAME, register_attention
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.passes import PromptPass, TreePass
 from specdec.models.common.placing import in_eval_mode
@@ -37,9 +38,6 @@ T = TypeVar("T")
 PREFILL_CHUNK_SIZE = 2048
 """Prompt tokens per row that one pass reads: enough for full speed, few enough for their states to be small."""
 
-_ATTENTION_NAME = "specdec"
-# Keywords by which other families change attention itself; ignoring one would change the model's output.
-_UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "head_mask", "position_bias")
 _LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 _COMPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -53,7 +51,8 @@ class Target:
     Args:
         model: a decoder-only transformers model with an LM head, all on one device per process. On "meta", with the
             backend named, its steps can be counted, and nothing else.
-        tap_layers: decoder layers (0-based) whose outputs drafters want beside the final state.
+        tap_layers: decoder layers (0-based) whose outputs drafters want beside the final state; -1 for the input of the
+            first one, which is what the embedding gives.
         backend: what runs the kernels; by default decided by the device.
         fused: whether layers of the LLaMA kind score trees on the fused path (`fused.py`), which packs weights of the
             model side by side; by default on where Triton runs the kernels. On a CPU it saves no
@@ -139,7 +138,7 @@ class Target:
         )
 
     def tap(self, layers: Sequence[int]) -> list[int]:
-        """Let every later pass also give the outputs of these decoder layers (0-based).
+        """Let every later pass also give the outputs of these decoder layers (0-based; -1: what enters the first).
 
         Returns:
             Per layer, its place in the `taps` of a pass; places given out earlier stay.
@@ -147,9 +146,10 @@ class Target:
         Raises:
             ValueError: a layer that the model does not have.
         """
-        bad = [layer for layer in layers if not 0 <= layer < self.num_layers]
+        bad = [layer for layer in layers if not -1 <= layer < self.num_layers]
         if bad:
-            raise ValueError(f"tap_layers: expected layers between 0 and {self.num_layers - 1}, got {bad}")
+            expected = f"layers between 0 and {self.num_layers - 1}, or -1 for what enters the first"
+            raise ValueError(f"tap_layers: expected {expected}, got {bad}")
         self.tap_layers += tuple(dict.fromkeys(layer for layer in layers if layer not in self.tap_layers))
         return [self.tap_layers.index(layer) for layer in layers]
 
@@ -164,18 +164,18 @@ class Target:
         The model is in eval mode inside (dropout would make decoding random). Another thread that hooks the same
         model waits; other code must not run the model meanwhile.
         """
-        AttentionInterface.register(_ATTENTION_NAME, _attention)
+        register_attention()
         with self.locked():
             self._path = self._find_path()
             modules = list(self.model.modules()) if self._path is None else self._path.modules
             attention = self.model.config._attn_implementation
             try:
-                if attention != _ATTENTION_NAME:
-                    self._set_attention(_ATTENTION_NAME)
+                if attention != ATTENTION_NAME:
+                    self._set_attention(ATTENTION_NAME)
                 with in_eval_mode(self.model, modules), self._own_forwards(), self._keeping_states():
                     yield
             finally:
-                if attention != _ATTENTION_NAME:
+                if attention != ATTENTION_NAME:
                     self._set_attention(attention)
                 _own_buffers(modules)
 
@@ -361,8 +361,10 @@ class Target:
         layers = decoder_layers(decoder)
         with ExitStack() as stack:
             stack.callback(self._kept.clear)
-            for place, module in enumerate((decoder, *(layers[layer] for layer in self.tap_layers))):
-                stack.enter_context(module.register_forward_hook(Tap(self._kept, place)))
+            stack.enter_context(decoder.register_forward_hook(Tap(self._kept, 0), with_kwargs=True))
+            for place, layer in enumerate(self.tap_layers, start=1):
+                tap = Tap(self._kept, place, of_input=layer < 0)
+                stack.enter_context(layers[max(layer, 0)].register_forward_hook(tap, with_kwargs=True))
             yield
 
     def _take_states(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -397,42 +399,6 @@ class Target:
             raise NotImplementedError(
                 f"{refusal}: its hooked logits differ from its own by {difference:.3g}, more than {allowed:.3g}"
             )
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    specdec_pass: PromptPass | TreePass | None = None,
-    **kwargs: object,
-) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls while a model is hooked.
-
-    Args:
-        module: the attention layer.
-        query: [B, HQ, T, D], rotary embedding applied.
-        key: [B, HK, S, D] the layer's whole cache.
-        value: [B, HK, S, D].
-        attention_mask: not used.
-        scaling: factor of the scores.
-        sliding_window: tokens that a query sees, itself included; None for all.
-        specdec_pass: where this pass is and what its queries may see.
-        kwargs: must not hold anything that changes attention.
-
-    Returns:
-        [B, T, HQ, D] and no weights.
-    """
-    if specdec_pass is None:
-        raise RuntimeError("model: it is hooked by specdec; run it again once specdec has finished with it")
-    unsupported = [name for name in _UNSUPPORTED_ATTENTION if kwargs.get(name) is not None]
-    if unsupported:
-        raise NotImplementedError(f"attention with {', '.join(unsupported)} is not supported")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return specdec_pass.attend(query, key, value, scale=float(scale), window=sliding_window), None
 
 
 def _own_buffers(modules: Sequence[nn.Module]) -> None:

@@ -135,3 +135,20 @@ def test_the_whole_of_a_short_vocabulary(generator):
     tokens = LMHeads.of(module, vocab_size=12, backend="triton").best_tokens(states, 12)
     assert torch.equal(tokens[..., :10], module(states).topk(10).indices)
     assert tokens[..., 10:].tolist() == [[[10, 11]] * 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_logits_of_a_row_are_added_to_all_its_states(backend, generator):
+    head = nn.Linear(8, 150, bias=False)
+    head.weight.data = whole(generator, 150, 8)
+    states, added = whole(generator, 2, 3, 8), whole(generator, 2, 4, 150)[:, 1]
+    expected = head(states) + added[:, None]
+    heads = LMHeads.of(head, backend=backend).adding(added)
+    best = heads.best(states, 5)
+    assert torch.equal(heads.logits(states), expected)
+    for tokens in (best.tokens, heads.best_tokens(states, 5)):
+        assert torch.equal(tokens.long(), best_of(expected, 5))
+    assert torch.equal(best.values, expected.gather(2, best_of(expected, 5)))
+    torch.testing.assert_close(best.logsumexp, expected.logsumexp(-1), rtol=1e-6, atol=1e-6)
+    assert not best.has_nan.any()

@@ -83,12 +83,17 @@ def drafting_way(layer, rotary, config, x, norm, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(
-    ("rope", "bias", "input_norm", "has_norm"),
-    [("default", False, True, True), ("linear", True, False, False), ("yarn", False, True, False)],
+    ("rope", "changes", "settings", "has_norm"),
+    [
+        ("default", {}, {}, True),
+        ("linear", {"attention_bias": True}, {"input_norm": False}, False),
+        ("yarn", {}, {}, False),
+        ("default", {"qk_norm": True}, {"window": 6}, False),
+    ],
 )
-def test_drafting_computes_what_was_trained(rope, bias, input_norm, has_norm, is_packed, backend):
-    config = make_config(rope, attention_bias=bias)
-    layer, rotary = make_layer(config, input_norm=input_norm), Rotary(config)
+def test_drafting_computes_what_was_trained(rope, changes, settings, has_norm, is_packed, backend):
+    config = make_config(rope, **changes)
+    layer, rotary = make_layer(config, **settings), Rotary(config)
     norm = torch.nn.RMSNorm(24, 1e-6) if has_norm else None
     x = torch.randn(2, NUM_TOKENS, 24)
     expected = trained_way(layer, rotary, x, norm).detach()

@@ -6,12 +6,13 @@ import logging
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from lib.published_files import DRAFT_VOCAB, check_drafts, eagle3_file, eagle_file, falcon_file, fill
 from specdec.drafting.folder import embeds_like
-from specdec.models.published import eagle
+from specdec.models.published import eagle, readers
 from specdec.models.target.target import Target
 
 EMBEDDING = "embed_tokens.weight"
@@ -136,9 +137,15 @@ def test_missing_and_extra_and_misshapen_tensors_are_named(make):
         if plain != "t2d":
             with pytest.raises(ValueError, match=rf"^({plain}: expected|d2t: expected offsets)"):
                 eagle.read({**tensors, name: torch.cat((tensor, tensor))}, config)
-    for extra in ("midlayer.self_attn.q_norm.weight", "fc.bias", "layers.1.mlp.up_proj.weight"):
+    for extra in ("midlayer.self_attn.o_norm.weight", "fc.bias", "layers.1.hidden_norm.weight"):
         with pytest.raises(ValueError, match=rf"unexpected tensors \['{extra}'\]"):
             eagle.read({**tensors, extra: torch.zeros(1)}, config)
+    for one, lacking in (
+        ("midlayer.self_attn.q_norm", "midlayer.self_attn.k_norm"),
+        ("layers.2.mlp.up_proj", "layers.1"),
+    ):
+        with pytest.raises(ValueError, match=rf"missing tensors \['{lacking}"):
+            eagle.read({**tensors, f"{one}.weight": torch.zeros(8)}, config)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +177,7 @@ def test_layer_ids(fields, expected):
         ({"eagle_config": {"aux_hidden_state_layer_ids": [1, 2, 3]}}, r"^eagle_config.aux_hidden_state_layer_ids: exp"),
         ({IDS: [2, 16]}, rf"^{IDS}: expected 3 layers, as fc.weight has, got \[2, 16\]"),
         ({IDS: ["low", "mid", "high"]}, rf"^{IDS}: expected 3 layers"),
+        ({IDS: [2, 16, -3]}, rf"^{IDS}: expected ids from 0 on, .* got \[2, 16, -3\]; give tap_layers"),
         ({IDS: [2, 16, 29], "eagle_config": {IDS: [1, 15, 28]}}, r"expected the same ids as in eagle_aux_.*, eagle_co"),
     ],
 )
@@ -199,9 +207,19 @@ def test_the_number_of_taps_is_that_of_the_projection():
         ({"logit_scale": 0.5}, r"^logit_scale: expected 1.0"),
         ({"parallel_drafting": True}, r"^parallel_drafting: expected False"),
         ({"speculators_model_type": "peagle"}, r"^speculators_model_type: expected 'eagle3' of EAGLE, got 'peagle'"),
-        ({"use_sliding_window": True}, r"^use_sliding_window: expected False"),
-        ({"layer_types": ["sliding_attention"]}, r"^layer_types: expected full attention, got \['sliding_attention'\]"),
-        ({"target_hidden_size": 128}, r"^target_hidden_size: expected 64, the drafter's hidden_size, got 128"),
+        ({"use_sliding_window": True}, r"^use_sliding_window: expected False without layer_types, got True"),
+        ({"layer_types": ["sliding_attention"]}, r"^sliding_window: expected a number, .* got None"),
+        ({"layer_types": ["sliding_attention"] * 2}, r"^layer_types: expected full_attention or .* each of 1 layers"),
+        ({"partial_rotary_factor": 0.5}, r"^partial_rotary_factor: expected 1.0 of EAGLE, got 0.5"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+            r"^rope_parameters.partial_rotary_factor: expected 1",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
+            r"^rope_parameters: exp",
+        ),
+        ({"architectures": ["LlamaForCausalLMEagle4"]}, r"^checkpoint: expected EAGLE-1, 2 or 3, got EAGLE-4, whose"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, r"^eagle_config.use_aux_hidden_state: expected True"),
         ({"eagle_config": {"parallel_draft_step": 4}}, r"^eagle_config.parallel_draft_step: expected 0 or 1 .* got 4"),
         ({"norm_before_fc": True, "fc_norm": True}, r"^fc_norm: expected false beside norm_before_fc"),
@@ -299,3 +317,52 @@ def test_the_embedding_of_another_base_model_is_spoken_of(kind, target, tmp_path
             assert specdec.load_drafter(folder, target, tree=3).kind == kind
         assert len(caplog.messages) == count
         assert all("the target's is used. Either" in message for message in caplog.messages)
+
+
+def test_deepspecs_ids_count_outputs():
+    tensors, config = eagle3_file(architectures=["Qwen3Eagle3Model"], target_layer_ids=[1, 15, 28])
+    assert eagle.read(tensors, config).config.tap_layers == (1, 15, 28)
+    norms = fill({f"midlayer.self_attn.{name}_norm.weight": (8,) for name in "qk"}, torch.float16)
+    assert eagle.read({**tensors, **norms}, config).config.layer.qk_norm
+
+
+@pytest.mark.parametrize("names", [("efficient_lm_head",), ("efficient_lm_head", "efficient_lm_head_down_proj")])
+def test_eagle4_is_known_by_its_second_head(names, target, tmp_path):
+    tensors, config = eagle3_file(dtype=torch.float32)
+    tensors |= {f"{name}.weight": torch.randn(8, HIDDEN_SIZE) for name in names}
+    with pytest.raises(NotImplementedError, match=r"^checkpoint: expected EAGLE-1, 2 or 3, got EAGLE-4, whose format"):
+        specdec.load_drafter(write(tmp_path / "fourth", tensors, config), target)
+
+
+def wide_model():
+    """A target twice as wide as the drafters of this file."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 2 * HIDDEN_SIZE, "intermediate_size": 96, "num_hidden_layers": 4}
+    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=256)
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@torch.no_grad()
+def test_a_drafter_may_be_narrower_than_its_target(tmp_path, generator):
+    """`target_hidden_size` is the width of the taps; the drafter's own one is that of its layer, embedding and head."""
+    tensors, config = speculators_file(target_hidden_size=2 * HIDDEN_SIZE)
+    tensors |= fill({"fc.weight": (HIDDEN_SIZE, 6 * HIDDEN_SIZE)}, torch.float32)
+    wide = wide_model()
+    drafter = specdec.load_drafter(write(tmp_path / "narrow", tensors, config), wide, tree=(2, 1))
+    assert drafter.network.config.target_hidden_size == 2 * HIDDEN_SIZE
+    assert torch.equal(drafter.network.embed_tokens.weight, tensors[EMBEDDING])
+    ids = torch.tensor([[3, 5, 7, 2]])
+    plain = specdec.generate(wide, None, ids, max_new_tokens=6)
+    assert torch.equal(specdec.generate(wide, drafter, ids, max_new_tokens=6), plain)
+    with pytest.raises(ValueError, match=r"^drafter: expected target_hidden_size 64 as the target"):
+        specdec.load_drafter(tmp_path / "narrow", build_model("llama"))
+    tensors.pop(EMBEDDING)
+    with pytest.raises(ValueError, match=r"^target_hidden_size: expected 64, .* shares the target's embedding"):
+        specdec.load_drafter(write(tmp_path / "bare", tensors, config), wide)
+
+
+def test_hass_is_read_as_eagle():
+    tensors, config = eagle_file(bias=False, config_bias=False, architectures=["LlamaForCausalLMHass"])
+    assert readers.recognise(set(tensors), config) == "eagle"
+    assert not eagle.read(tensors, config).config.fc_bias

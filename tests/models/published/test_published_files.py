@@ -172,7 +172,8 @@ def test_the_hub_is_asked_for_pickles_only_where_there_is_nothing_else(heads, ta
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert isinstance(specdec.load_drafter("owner/medusa", target), Medusa)
-    assert asked == [["*.json", "*.safetensors"], ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]]
+    always = ["*.json", "mask_embedding.pt", "*.safetensors"]
+    assert asked == [always, [*always, "*.bin", "*.pt", "*.pth"]]
 
 
 def test_without_the_hub_the_error_says_so(target, tmp_path, monkeypatch):

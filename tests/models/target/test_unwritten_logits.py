@@ -10,8 +10,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from lib.families import FAMILIES, build_model, random_prompts
 from lib.recorder import Recorder, references_as_kernels
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.lookahead import Lookahead
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.lookahead import Lookahead
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.loop.decoder import Decoder
 from specdec.loop.processing import Processing
 from specdec.loop.step import NonFiniteLogitsError
