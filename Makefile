@@ -13,7 +13,7 @@ GPU_ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz mutants check bench gpu clean
+.PHONY: help setup references demo test fuzz mutants check bench gpu clean
 
 VENV := .venv
 STAMP := $(VENV)/installed
@@ -25,9 +25,12 @@ PINS := $(VENV)/constraints.txt
 TORCH_BLOCK := /^\# torch and/,/^\# end of/
 
 help: ## List the commands.
-	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install; the other commands do this by themselves.
+
+references: $(STAMP) ## Install implementations that are not ours, for the tests that compare networks with them.
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/references -r tests/references.txt
 
 demo: $(STAMP) ## Three drafters write, then a table; a minute. DEMO_ARGS="--model smollm2" has a chat model, --all all drafters.
 	@$(VENV)/bin/specdec demo $(DEMO_ARGS)

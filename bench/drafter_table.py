@@ -1,16 +1,17 @@
 """The table of the bundled drafters in docs/drafters/README.md, from their training reports and the newest CPU record.
 
 Run: `python -m specdec.bench.drafter_table RECORDS` prints it; a test compares it with the page. RECORDS comes from
-`python -m specdec.bench.decode --output RECORDS`; its last run counts.
+`python -m specdec.bench.decode --output RECORDS`; the last record of an arm counts.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
+from specdec.bench.common.journal import ended
 from specdec.bundled.load import TINY_FOLDER, bundled_drafters
+from specdec.common.provenance import read_records
 
 __all__ = ["drafter_table", "main"]
 
@@ -23,9 +24,8 @@ def drafter_table(records: Path) -> str:
     Args:
         records: JSON lines.
     """
-    found: list[dict[str, Any]] = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
-    first = max(place for place, record in enumerate(found) if record["arm"] == "none")  # every run begins with it
-    rows = [record for record in found[first + 1 :] if "tau" in record]
+    found = ended(read_records(records))
+    rows = [record for record in found if record.get("tau") is not None and record["arm"] != "none"]
     lines = [f"| {' | '.join(_HEADINGS)} |", "|---|---:|---:|---|---:|---:|"]
     for row in sorted(rows, key=lambda row: row["tau"]):
         learnt = _learnt(row["arm"]) if row["arm"] in bundled_drafters() else ("-", "-", "-")

@@ -7,7 +7,10 @@ import pytest
 
 from specdec.bench.chat_table import chat_table
 from specdec.bench.drafter_table import drafter_table
+from specdec.bench.lookups import lookup_table
+from specdec.bench.tree_budgets import BUDGETS, DRAFTERS, tree_table
 from specdec.bundled.load import TINY_FOLDER
+from specdec.common.provenance import read_records
 from specdec.evaluation.records import read_results
 from specdec.evaluation.report.document import markdown
 from specdec.evaluation.report.found import find
@@ -51,6 +54,27 @@ def test_the_tables_of_the_bundled_drafters_are_those_of_their_records():
     page = (ROOT / "docs/drafters/README.md").read_text(encoding="utf-8")
     assert drafter_table(ROOT / "bench/results/cpu/decode.jsonl") in page
     assert chat_table(ROOT / "bench/results/cpu/smollm2.jsonl") in page
+
+
+def test_trees_accept_more_than_chains_at_equal_passes():
+    """The table of docs/drafters/dflash.md is that of its record, and says so."""
+    file = ROOT / "bench/results/cpu/tree_budgets.jsonl"
+    assert tree_table(file) in (ROOT / "docs/drafters/dflash.md").read_text(encoding="utf-8")
+    tau = {(one["drafter"], one["budget"], one["shape"]): one["tau"] for one in read_records(file)}
+    for name in DRAFTERS:
+        ratios = {budget: tau[name, budget, "tree"] / tau[name, budget, "chain"] for budget in BUDGETS}
+        assert min(ratios.values()) >= 1, ratios
+        assert ratios[32] >= 1.15, ratios
+
+
+def test_suffix_accepts_more_than_prompt_lookup():
+    """The table of docs/drafters/suffix.md is that of its record, and says so."""
+    file = ROOT / "bench/results/cpu/lookups.jsonl"
+    assert lookup_table(file) in (ROOT / "docs/drafters/suffix.md").read_text(encoding="utf-8")
+    tau = {(one["category"], one["arm"]): one["tau"] for one in read_records(file)}
+    ratios = {category: tau[category, "suffix"] / tau[category, "prompt_lookup"] for category, _ in tau}
+    assert min(ratios[category] for category in ("editing", "quotation", "code")) > 1
+    assert min(ratios.values()) >= 0.95, ratios
 
 
 EVALUATIONS = sorted(path.parent for path in (ROOT / "bench/results/cpu/evaluation").glob("*/records.jsonl"))

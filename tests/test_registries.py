@@ -9,8 +9,9 @@ import specdec.kernels
 from lib.law_drafters import DRAFTERS, SAMPLING_RULES, make_drafter
 from specdec.bench.decoding.simulated import DRAFTERS as RANDOM_DRAFTERS
 from specdec.bundled.load import bundled_drafters
-from specdec.drafters.kinds import DRAFTER_KINDS, KINDS_WITHOUT_WEIGHTS, drafter_class
+from specdec.drafters.kinds import DRAFTER_KINDS, KINDS_WITHOUT_WEIGHTS, NETWORK_KINDS, drafter_class
 from specdec.loop.rules import RULES
+from specdec.training.kinds import TRAINABLE_KINDS
 from specdec.training.tiny_drafters import TINY_DRAFTERS
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,10 @@ PLACES = {
     "tests/lib/law_drafters.py (DRAFTERS)": ({*DRAFTERS, *(make_drafter(name).kind for name in DRAFTERS)}, set()),
     "bench/decoding/simulated.py (DRAFTERS)": (RANDOM_DRAFTERS.keys(), {"none"}),
     "specdec/training/tiny_drafters.py (TINY_DRAFTERS)": (TINY_DRAFTERS.keys(), WITHOUT_WEIGHTS),
-    "specdec/bundled/tiny (a folder that specdec train-tiny writes)": (bundled_drafters(), WITHOUT_WEIGHTS),
+    "specdec/bundled/tiny (a folder that specdec train-tiny writes)": (
+        bundled_drafters(),
+        WITHOUT_WEIGHTS,
+    ),
 }
 RULE_PLACES = {
     "tests/lib/law_drafters.py (SAMPLING_RULES)": (
@@ -56,6 +60,10 @@ def test_every_drafter_is_everywhere(variant):
     if not (ROOT / f"docs/drafters/{module}.md").exists() and f"specdec/drafters/{module}.py)" not in pages:
         lacking.append(f"docs/drafters/{module}.md (or a page that links to specdec/drafters/{module}.py)")
     assert not lacking, f"drafter kind {variant!r} is missing in: {', '.join(lacking)}"
+
+
+def test_every_network_can_be_trained():
+    assert set(NETWORK_KINDS) <= set(TRAINABLE_KINDS)
 
 
 @pytest.mark.parametrize("rule", RULES)

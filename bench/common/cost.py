@@ -19,7 +19,7 @@ __all__ += ["accept_typical", "beam_step", "commit_pairs", "draft_heads", "draft
 __all__ += ["kv_compact"]
 __all__ += ["lm_head_topk", "lstm_recurrence", "philox_uniform", "rms_norm", "rope_kv_write", "sample_race"]
 __all__ += ["skinny_linear", "swiglu"]
-__all__ += ["tree_attention", "tree_expand", "tree_rerank", "warp_logits"]
+__all__ += ["tree_attention", "tree_expand", "tree_grow", "tree_rerank", "warp_logits"]
 
 _INT32_BYTES = 4
 _INT64_BYTES = 8
@@ -174,6 +174,14 @@ def tree_rerank(*, batch: int, num_candidates: int, num_lists: int, num_nodes: i
     reads = num_candidates + num_lists + num_nodes
     writes = num_nodes * (4 + (num_nodes + 31) // 32) + 1
     return Cost(num_bytes=batch * (reads + writes) * _INT32_BYTES)
+
+
+def tree_grow(*, batch: int, depth: int, num_ranks: int, num_nodes: int, lattice: bool) -> Cost:
+    """Cost of tree_grow: all log-probabilities, sorted as numbers of 8 bytes, which are read again, the tree."""
+    num_logps = num_ranks * (1 + (depth - 1) * num_ranks if lattice else depth)
+    reads = num_logps + num_nodes
+    writes = num_nodes * (4 + (num_nodes + 31) // 32) + 1
+    return Cost(num_bytes=batch * (reads + 4 * num_logps + writes) * _INT32_BYTES)
 
 
 def rope_kv_write(*, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> Cost:

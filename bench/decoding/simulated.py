@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.bench.common.shapes import ModelShape
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS, drafter_class, network_class
-from specdec.drafters.lookahead import Lookahead
+from specdec.drafters.weightless.lookahead import Lookahead
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
@@ -145,10 +145,25 @@ def _small_model(target: Target) -> Drafter:
     return DraftModel(model, TreeShape.from_k_config((4, 2, 2)))
 
 
-def _eagle3(target: Target) -> Drafter:
+def _eagle3(target: Target, kind: str = "eagle3", **settings: Any) -> Drafter:
     size, last = min(32000, target.vocab_size), target.num_layers - 1
     taps: dict[str, Any] = {} if target.num_layers >= 7 else {"tap_layers": (0, last // 2, last)}
-    return _network("eagle3", draft_vocab_size=size, **taps)(target)
+    return _network(kind, draft_vocab_size=size, **taps, **settings)(target)
+
+
+def _peagle(target: Target) -> Drafter:
+    """Of the sizes of the authors' files: four layers, eight tokens a pass, an embedding of its own."""
+    return _eagle3(target, "peagle", num_layers=4, num_masks=7, own_embedding=True)
+
+
+def _block(kind: str, **settings: Any) -> Callable[[Target], Drafter]:
+    """Of the sizes of the authors' files: five layers like the target's, five taps."""
+
+    def make(target: Target) -> Drafter:
+        taps: dict[str, Any] = {"tap_layers": tuple(range(min(5, target.num_layers)))} if target.num_layers < 8 else {}
+        return _network(kind, num_layers=5, **taps, **settings)(target)
+
+    return make
 
 
 def _low_rank_amphista(target: Target) -> Drafter:
@@ -160,7 +175,11 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "medusa": _network("medusa", num_heads=5),
     "eagle": _network("eagle"),
     "hydra++": _network("hydra++", sizes="plus_plus"),
+    "mtp": _network("mtp"),
     "parallelspec": _network("parallelspec"),
+    "peagle": _peagle,
+    "dflash": _block("dflash"),
+    "dspark": _block("dspark", block_size=7),
     "amphista_low_rank": _low_rank_amphista,
     "falcon": _network("falcon"),
     "eagle2": _network("eagle", tree=DynamicTree()),

@@ -26,7 +26,7 @@ _TARGETS = "a folder, a hub id, 'tiny', the bundled model, or 'smollm2', a chat 
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
     """Options that name a target, a drafter and its tree."""
-    kinds = "a kind without weights (none, prompt_lookup, lookahead), a folder or a hub id"
+    kinds = "a kind without weights (none, prompt_lookup, suffix, lookahead), a folder or a hub id"
     named = "with --model tiny or smollm2 also a bundled drafter, such as medusa"
     trees = "preset name, JSON file, k_config such as 4,2,2, length of a chain, or auto, which measures"
     parser.add_argument("--model", required=True, help=f"target: {_TARGETS}")

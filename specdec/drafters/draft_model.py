@@ -47,7 +47,7 @@ class DraftModel(Drafter):
 
     kind: ClassVar[str] = "draft_model"
     shape: TreeShape
-    shares_candidates: ClassVar[bool] = False
+    shares_candidates = False
     default_tree: ClassVar[tuple[int, ...]] = (4, 2, 2)
 
     def __init__(self, model: PreTrainedModel, shape: TreeShape) -> None:

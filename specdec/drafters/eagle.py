@@ -12,21 +12,26 @@ law, so it hands out none, and only acceptance that treats a candidate as certai
 summed in fp32, so that ties, which the authors' code resolves to wrong parents, are rare and harmless.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from specdec.drafting.base import Prompt, Room
+from specdec.drafting.beam import check_pool, grow_by_beam, rows_of
 from specdec.drafting.candidates import Candidates, Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
+from specdec.kernels.common.dynamic_tree import Beam
+from specdec.kernels.common.topk import TopK
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
-from specdec.kernels.tree_rerank import MAX_POOL, beam_step, tree_rerank
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.eagle import EagleNetwork
 from specdec.models.networks.eagle3 import Eagle3Network
 from specdec.models.networks.layer import CachedAttention
+from specdec.models.networks.mtp import MtpNetwork
+from specdec.models.networks.prefix import Pairs
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.levels import plan_levels
@@ -51,13 +56,17 @@ class Eagle(NetworkDrafter):
     network_class: ClassVar[type[DraftNetwork]] = EagleNetwork
     shares_candidates = False
     grows_trees = True
-    network: EagleNetwork | Eagle3Network
+    network: EagleNetwork | Eagle3Network | MtpNetwork
 
-    def __init__(self, network: EagleNetwork | Eagle3Network, shape: TreeShape | DynamicTree) -> None:
+    def __init__(self, network: EagleNetwork | Eagle3Network | MtpNetwork, shape: TreeShape | DynamicTree) -> None:
         super().__init__(network, shape)
-        if isinstance(shape, DynamicTree) and shape.num_candidates > MAX_POOL:
-            raise ValueError(f"depth: expected at most {MAX_POOL} candidates in all, got {shape.num_candidates}")
-        if isinstance(shape, DynamicTree) and shape.depth * shape.top_k > MAX_NODES:
+        if isinstance(shape, DynamicTree):
+            self._check_grown(shape)
+
+    def _check_grown(self, shape: DynamicTree) -> None:
+        """Raise ValueError for a tree that is too large to grow."""
+        check_pool(shape)
+        if shape.depth * shape.top_k > MAX_NODES:
             raise ValueError(f"depth: expected depth * top_k up to {MAX_NODES}, got {shape.depth * shape.top_k}")
 
     @property
@@ -74,6 +83,10 @@ class Eagle(NetworkDrafter):
         """Check the sizes, move the network to the target's device and dtype, and lay out the passes."""
         super().bind(target)
         self._heads = self.lm_heads
+        self._lay_out(target)
+
+    def _lay_out(self, target: Target) -> None:
+        """Make the tables of the passes behind the committed text, and count the slots that they write."""
         if isinstance(self.shape, TreeShape):
             self._levels = plan_levels(self.shape, target.device)
             self._num_slots = sum(level.parent.shape[0] for level in self._levels)
@@ -84,22 +97,27 @@ class Eagle(NetworkDrafter):
             self._pass_depth = depths[:, None, None].repeat(1, 1, self.shape.top_k)
 
     def allocate(self, room: Room, device: torch.device) -> None:
-        """Keys and values of the layer, for the text and for the nodes that are extended."""
+        """Keys and values of the layers, for the text and for the nodes that are extended."""
         config = self.network.config
         self._prefix = self.new_prefix(
-            room, device, config.layer, feature_size=config.feature_size, num_slots=self._num_slots
+            room,
+            device,
+            config.layer,
+            num_layers=config.num_layers,
+            feature_size=config.feature_size,
+            num_slots=self._num_slots,
         )
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Read the prompt."""
         pairs = self._prefix.start(prompt.tokens, prompt.lengths, self._features(output), first=output.first)
         if pairs is not None:
-            self._run(self.network.read(pairs.features), pairs.tokens, pairs.attend)
+            self._follow(pairs)
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass over the tokens that are new, then one per depth over nodes that are extended."""
         pairs = self._prefix.read(root)
-        states = self._run(self.network.read(pairs.features), pairs.tokens, pairs.attend)
+        states = self._follow(pairs)
         self._prefix.advance()
         first = pairs.last(states)[:, None]
         if isinstance(self.shape, DynamicTree):
@@ -109,6 +127,10 @@ class Eagle(NetworkDrafter):
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the accepted tokens, and what the target thought of them, to be read with the next draft."""
         self._prefix.commit(verdict, self._features(output))
+
+    def _follow(self, pairs: Pairs) -> torch.Tensor:
+        """Read pairs of the committed text; returns the states that follow them: [B, T, C]."""
+        return self._run(self.network.read(pairs.features), pairs.tokens, pairs.attend)
 
     def _draft_static(self, states: torch.Tensor, choose: Choose) -> Candidates:
         """Lists of candidates of all nodes with children; `states [B, 1, C]` follows the root."""
@@ -121,57 +143,33 @@ class Eagle(NetworkDrafter):
 
     def _draft_dynamic(self, shape: DynamicTree, states: torch.Tensor, root: torch.Tensor) -> DraftTree:
         """Beam search from `states [B, 1, C]`, which follows the root; then the best nodes of all passes."""
-        batch_size, width = root.shape[0], shape.top_k
-        beam_logps = states.new_zeros(batch_size, 1, dtype=torch.float32)
-        parent = torch.full_like(root[:, None], -1)
-        ancestors = self._own_bits.new_zeros(batch_size, 1, self._own_bits.shape[1])
-        tokens, logps, parents = [], [], []
-        first_index = 0
-        for depth in range(shape.max_depth):
-            best = self._heads.best(self.network.lm_states(states), width)
-            tokens.append(self._as_target(best.tokens))
-            beam = beam_step(
-                tokens[-1],
-                best.values,
-                beam_logps,
-                width=width,
-                first_index=first_index,
-                logsumexp=best.logsumexp,
-                backend=self._target.backend,
-            )
-            logps.append(beam.candidate_logps)
-            parents.append(parent)
-            if depth == shape.depth:
-                break
-            first_index += tokens[-1].shape[1] * width
-            slots = slice(depth * width, (depth + 1) * width)
-            ancestors = _rows(ancestors, beam.row) | self._own_bits[slots]
-            states = self._extend(
-                _rows(states, beam.row),
-                beam.tokens,
-                self._pass_depth[depth],
-                ancestors[:, :, : (slots.stop + 31) // 32],
-                slots.start,
-            )
-            parent, beam_logps = beam.index, beam.logps
-        tree = tree_rerank(
-            torch.cat(tokens, 1),
-            torch.cat(logps, 1),
-            torch.cat(parents, 1),
-            root,
-            num_nodes=shape.num_nodes,
-            max_depth=shape.max_depth,
-            backend=self._target.backend,
+        ancestors = self._own_bits.new_zeros(root.shape[0], 1, self._own_bits.shape[1])
+        remembered = states, ancestors
+        return grow_by_beam(
+            shape, root, self._best(states), remembered, self._extend_beam, backend=self._target.backend
         )
-        return DraftTree(
-            tree.tokens,
-            tree.parent,
-            tree.depth,
-            tree.ancestors,
-            deepest=tree.deepest,
-            max_depth=shape.max_depth,
-            num_fixed=1,
+
+    def _extend_beam(
+        self, depth: int, beam: Beam, remembered: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[TopK, tuple[torch.Tensor, torch.Tensor]]:
+        """Feed a beam; of each of its paths the state [B, n, C] and the words [B, n, W] of what it sees are kept."""
+        states, ancestors = remembered
+        width = beam.tokens.shape[1]
+        slots = slice(depth * width, (depth + 1) * width)
+        ancestors = rows_of(ancestors, beam.row) | self._own_bits[slots]
+        states = self._extend(
+            rows_of(states, beam.row),
+            beam.tokens,
+            self._pass_depth[depth],
+            ancestors[:, :, : (slots.stop + 31) // 32],
+            slots.start,
         )
+        return self._best(states), (states, ancestors)
+
+    def _best(self, states: torch.Tensor) -> TopK:
+        """The best tokens, the target's, after each of `states [B, n, C]`, with their logits."""
+        best = self._heads.best(self.network.lm_states(states), self._num_ranks)
+        return replace(best, tokens=self._as_target(best.tokens))
 
     def _extend(
         self,
@@ -199,8 +197,3 @@ class Eagle(NetworkDrafter):
     def _features(self, output: PrefillOutput | TargetOutput) -> torch.Tensor:
         """What the network reads of the target: [B, T, F]."""
         return output.hidden
-
-
-def _rows(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Of `values [B, M, X]` the rows `row [B, W]`: [B, W, X]."""
-    return values.gather(1, row.long()[:, :, None].expand(-1, -1, values.shape[2]))

@@ -22,7 +22,17 @@ from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
-__all__ = ["Eagle3"]
+__all__ = ["Eagle3", "check_windows"]
+
+
+def check_windows(config: Eagle3Config, reach: int) -> None:
+    """Raise ValueError where a layer's window does not hold the `reach` positions of a pass behind the cache.
+
+    Windows end in the text: what a pass writes behind it is seen as a whole.
+    """
+    least = config.least_window
+    if least is not None and least < reach:
+        raise ValueError(f"tree: expected one so shallow that windows of {reach} positions hold it, got one of {least}")
 
 
 class Eagle3(Eagle):
@@ -35,7 +45,7 @@ class Eagle3(Eagle):
             says; where neither does, those of the published rule.
 
     Raises:
-        ValueError: as `Eagle`, or tap layers that the network cannot read.
+        ValueError: as `Eagle`, tap layers that the network cannot read, or a tree deeper than a layer's window.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -47,6 +57,7 @@ class Eagle3(Eagle):
     ) -> None:
         super().__init__(network, shape)
         config = network.config
+        check_windows(config, shape.max_depth + 1)
         if tap_layers is not None and len(tap_layers) != config.num_taps:
             raise ValueError(f"tap_layers: expected {config.num_taps} layers for this network, got {tuple(tap_layers)}")
         self.tap_layers = config.tap_layers if tap_layers is None else tuple(tap_layers)
@@ -84,13 +95,7 @@ class Eagle3(Eagle):
 
     def _choose(self, states: torch.Tensor, choose: Choose) -> Candidates:
         chosen = super()._choose(states, choose)
-        if not self.network.has_own_vocabulary:
-            return chosen
-        laws = None
-        if chosen.laws is not None:
-            laws = chosen.laws.new_full((*chosen.laws.shape[:2], self._target.vocab_size), -torch.inf)
-            laws.index_copy_(2, self._target_ids, chosen.laws)
-        return Candidates(self._as_target(chosen.tokens), laws)
+        return chosen.among(self._target_ids, self._target.vocab_size) if self.network.has_own_vocabulary else chosen
 
     def _as_target(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._target_ids[tokens]

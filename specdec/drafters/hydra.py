@@ -40,7 +40,7 @@ class Hydra(NetworkDrafter):
 
     kind: ClassVar[str] = "hydra"
     network_class = HydraNetwork
-    shares_candidates: ClassVar[bool] = False
+    shares_candidates = False
     network: HydraNetwork
     shape: TreeShape
 

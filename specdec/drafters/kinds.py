@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from specdec.drafting.base import Drafter
     from specdec.drafting.network import NetworkDrafter
 
-__all__ = ["DRAFTER_KINDS", "KINDS_WITHOUT_WEIGHTS", "NETWORK_KINDS", "drafter_class", "network_class", "settings_of"]
+__all__ = ["DRAFTER_KINDS", "KINDS_WITHIN_TARGETS", "KINDS_WITHOUT_WEIGHTS", "NETWORK_KINDS", "drafter_class"]
+__all__ += ["network_class", "settings_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,31 +19,39 @@ class _Kind:
 
     Attributes:
         needs_weights: whether the drafter is more than its settings.
+        within_target: whether its weights stand in the files of the target, so that its name alone says where.
     """
 
     drafter: str
     needs_weights: bool = True
+    within_target: bool = False
 
 
 _KINDS = {
-    "none": _Kind("none:NoDrafter", needs_weights=False),
-    "prompt_lookup": _Kind("prompt_lookup:PromptLookup", needs_weights=False),
-    "lookahead": _Kind("lookahead:Lookahead", needs_weights=False),
+    "none": _Kind("weightless.none:NoDrafter", needs_weights=False),
+    "prompt_lookup": _Kind("weightless.prompt_lookup:PromptLookup", needs_weights=False),
+    "lookahead": _Kind("weightless.lookahead:Lookahead", needs_weights=False),
+    "suffix": _Kind("weightless.suffix:Suffix", needs_weights=False),
     "draft_model": _Kind("draft_model:DraftModel"),
     "medusa": _Kind("medusa:Medusa"),
     "hydra": _Kind("hydra:Hydra"),
     "hydra++": _Kind("hydra:Hydra"),
     "eagle": _Kind("eagle:Eagle"),
     "eagle3": _Kind("eagle3:Eagle3"),
+    "peagle": _Kind("peagle:PEagle"),
     "amphista": _Kind("amphista:Amphista"),
     "parallelspec": _Kind("parallelspec:ParallelSpec"),
     "falcon": _Kind("falcon:Falcon"),
+    "dflash": _Kind("dflash:DFlash"),
+    "mtp": _Kind("mtp:Mtp", within_target=True),
+    "dspark": _Kind("dspark:DSpark"),
 }
 
 DRAFTER_KINDS = tuple(_KINDS)
 KINDS_WITHOUT_WEIGHTS = tuple(name for name, kind in _KINDS.items() if not kind.needs_weights)
 NETWORK_KINDS = tuple(name for name, kind in _KINDS.items() if kind.needs_weights and name != "draft_model")
 """Kinds whose drafters are a `NetworkDrafter`."""
+KINDS_WITHIN_TARGETS = tuple(name for name, kind in _KINDS.items() if kind.within_target)
 
 
 def drafter_class(kind: str) -> "type[Drafter]":

@@ -7,7 +7,7 @@ the names of their tensors (`specdec.models.published.readers`); any other causa
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,30 @@ from specdec.common.defaults import torch_defaults
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import (
     DRAFTER_KINDS,
+    KINDS_WITHIN_TARGETS,
     KINDS_WITHOUT_WEIGHTS,
     NETWORK_KINDS,
     drafter_class,
     network_class,
     settings_of,
 )
-from specdec.drafters.none import NoDrafter
+from specdec.drafters.weightless.none import NoDrafter
 from specdec.drafting.base import Drafter
-from specdec.drafting.folder import RECORD, TREE, WEIGHTS, DrafterRecord, TargetRecord, config_from, embeds_like
+from specdec.drafting.folder import (
+    RECORD,
+    TREE,
+    WEIGHTS,
+    DrafterRecord,
+    TargetRecord,
+    config_from,
+    embeds_like,
+    heads_like,
+)
 from specdec.models.networks.base import DraftNetwork, load_strictly
 from specdec.models.published.files import TensorFiles, download, read_config, tensor_files
 from specdec.models.published.readers import reader_of, recognise
 from specdec.models.target.target import Target
-from specdec.trees.dynamic import AnyTreeLike, DynamicTree, as_tree, load_tree
+from specdec.trees.dynamic import GROWN_PRESETS, AnyTreeLike, DynamicTree, as_tree, load_tree
 from specdec.trees.plan import read_plan
 from specdec.trees.shape import TreeShape
 
@@ -70,6 +80,8 @@ def load_drafter(
     if name in KINDS_WITHOUT_WEIGHTS:
         _check_settings(name, settings)
         return drafter_class(name).from_settings(tree, **settings)
+    if name in KINDS_WITHIN_TARGETS and not Path(name).exists():
+        kind, name = name, _where_from(target)
     path = Path(name)
     if not path.exists():
         if name in DRAFTER_KINDS:
@@ -83,6 +95,17 @@ def load_drafter(
     if (path / RECORD).exists():
         return _load_own(path, target, kind, tree, any_target, settings)
     return _load_published(path, target, kind, tree, settings)
+
+
+def _where_from(target: Target) -> str:
+    """The folder or hub id that the target's files came from."""
+    name = str(getattr(target.model, "name_or_path", "") or "")
+    if not name:
+        raise ValueError(
+            "drafter: expected the folder or hub id of the target's files, load_drafter(folder, model, kind='mtp'), as "
+            "this model was not loaded from any"
+        )
+    return name
 
 
 def _is_worth_it(file: str | os.PathLike[str]) -> bool:
@@ -140,12 +163,21 @@ def _load_published(
         kind = recognise(set(tensors), config) if kind is None else kind
         if kind is not None:
             reader = reader_of(kind)
-            names = [name for name in reader.settings if name in settings]
-            network = reader.read(tensors, config, **{name: settings.pop(name) for name in names})
+            known = {"vocab_size": target.vocab_size, "num_target_layers": target.num_layers, **settings}
+            given = {name: known[name] for name in reader.settings if name in known}
+            settings = {name: value for name, value in settings.items() if name not in given}
+            network = reader.read(tensors, config, **given)
             # a file of EAGLE may hold either network
             kind = next(name for name in NETWORK_KINDS if network_class(name).network_class is type(network))
             logger.info("checkpoint: read as %s", kind)
+            network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
             _compare_embedding(network, reader.embedding, tensors, target)
+            if any(
+                name.removeprefix("model.") == reader.lm_head and heads_like(target, tensors[name]) for name in tensors
+            ):
+                network.share_lm_head()
+            if reader.copies is not None:
+                _check_copies(reader.copies(set(tensors), config), tensors, target)
             return _drafter(kind, network, path, target, TargetRecord.of(target), tree, settings)
         if "model_type" not in config:
             shown = ", ".join(sorted(tensors)[:4])
@@ -163,7 +195,7 @@ def _compare_embedding(
     for name in tensors:
         if name.removeprefix("model.") != embedding:
             continue
-        if embeds_like(target, tensors[name]):
+        if embeds_like(target, tensors[name], every_row=network.trains_embedding):
             network.share_embedding()
             continue
         used = "target's" if getattr(network, "embed_tokens", None) is None else "file's"
@@ -173,6 +205,14 @@ def _compare_embedding(
             name,
             used,
         )
+
+
+def _check_copies(names: Mapping[str, str], tensors: Mapping[str, torch.Tensor], target: Target) -> None:
+    """Refuse what ought to be a copy of the target's embedding or LM head and is another tensor."""
+    for name, what in names.items():
+        is_same = embeds_like if what == "embedding" else heads_like
+        if not is_same(target, tensors[name]):
+            raise ValueError(f"{name}: expected a copy of the target's {what}, got another tensor")
 
 
 def _read_causal_lm(path: Path, target: Target) -> PreTrainedModel:
@@ -204,8 +244,8 @@ def _drafter(
 ) -> Drafter:
     """A drafter around a network that was read from `path`."""
     drafter_type = network_class(kind)
-    if tree == "dynamic":
-        tree = _dynamic_tree(settings)
+    if isinstance(tree, str) and tree in GROWN_PRESETS:
+        tree = _dynamic_tree(GROWN_PRESETS[tree], settings)
     elif tree is None:
         tree = _saved_tree(path) or drafter_type.default_tree(network.config)
     _check_settings(kind, settings)
@@ -224,10 +264,10 @@ def _saved_tree(path: Path) -> TreeShape | DynamicTree | None:
     return load_tree(file) if file.exists() else None
 
 
-def _dynamic_tree(settings: dict[str, Any]) -> DynamicTree:
-    """The limits of a dynamic tree, taken out of `settings`."""
+def _dynamic_tree(tree: DynamicTree, settings: dict[str, Any]) -> DynamicTree:
+    """The tree with those limits that `settings` name, which are taken out of them."""
     names = [field.name for field in fields(DynamicTree) if field.name in settings]
-    return DynamicTree(**{name: settings.pop(name) for name in names})
+    return replace(tree, **{name: settings.pop(name) for name in names})
 
 
 def _check_settings(kind: str, settings: dict[str, Any]) -> None:

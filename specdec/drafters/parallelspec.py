@@ -24,7 +24,7 @@ from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpe
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import TreeShape
 
-__all__ = ["ParallelSpec"]
+__all__ = ["ParallelSpec", "pass_tables"]
 
 
 class ParallelSpec(NetworkDrafter):
@@ -63,7 +63,7 @@ class ParallelSpec(NetworkDrafter):
         """Check the sizes and move the network to the target's device and dtype."""
         super().bind(target)
         # a step adds the root and at most max_depth accepted tokens
-        depth, ancestors = _pass_tables(max_new=self.shape.max_depth + 1, num_masks=self._num_masks)
+        depth, ancestors = pass_tables(max_new=self.shape.max_depth + 1, num_masks=self._num_masks)
         self._depth, self._ancestors = depth.to(target.device), ancestors.to(target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
@@ -113,8 +113,12 @@ class ParallelSpec(NetworkDrafter):
         self._prefix.commit(verdict, hidden if self.network.config.variant == "eagle" else hidden[:, :, :0])
 
 
-def _pass_tables(max_new: int, num_masks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths and ancestors in a pass of `max_new` places for real tokens and then the masks, by the count of real ones.
+def pass_tables(max_new: int, num_masks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths and ancestors in a pass of places for real tokens and then the masks, by the count of real ones.
+
+    Args:
+        max_new: places for real tokens.
+        num_masks: masks behind them.
 
     Returns:
         [max_new + 1, N] int32 depth, counted from the first real token, and [max_new + 1, N, W] int32 ancestor words.

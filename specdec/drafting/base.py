@@ -78,7 +78,7 @@ class Drafter(ABC):
 
     kind: ClassVar[str]
     shape: TreeShape | DynamicTree
-    shares_candidates: ClassVar[bool] = True
+    shares_candidates: bool = True
     reads_rejected: ClassVar[bool] = False
 
     @classmethod

@@ -38,6 +38,19 @@ class Candidates:
         laws = [part.laws for part in parts if part.laws is not None]
         return cls(torch.cat([part.tokens for part in parts], 1), torch.cat(laws, 1) if laws else None)
 
+    def among(self, target_ids: torch.Tensor, vocab_size: int) -> "Candidates":
+        """Candidates of a draft vocabulary as tokens of the target, the laws over all of its tokens.
+
+        Args:
+            target_ids: [D] int64, the target's token behind each token of the draft vocabulary.
+            vocab_size: V of the target.
+        """
+        laws = None
+        if self.laws is not None:
+            laws = self.laws.new_full((*self.laws.shape[:2], vocab_size), -torch.inf)
+            laws.index_copy_(2, target_ids, self.laws)
+        return Candidates(target_ids[self.tokens], laws)
+
 
 class Choose(Protocol):
     """A rule that picks candidates."""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.drafting.candidates import Candidates
+from specdec.kernels.common.dynamic_tree import RerankedTree
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.tree_expand import tree_expand
 from specdec.trees.shape import TreeShape
@@ -44,6 +45,12 @@ class DraftTree:
     laws: torch.Tensor | None = None
     law_row: torch.Tensor | None = None
     num_fixed: int | None = None
+
+    @classmethod
+    def of(cls, tree: RerankedTree, max_depth: int) -> "DraftTree":
+        """A tree that was grown from the most probable paths, at most `max_depth` deep; it has no laws."""
+        nodes = tree.tokens, tree.parent, tree.depth, tree.ancestors
+        return cls(*nodes, deepest=tree.deepest, max_depth=max_depth, num_fixed=1)
 
     def cut(self) -> "DraftTree":
         """The tree without the padding behind the last node that any row uses, which nobody has to score.

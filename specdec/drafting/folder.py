@@ -27,7 +27,8 @@ from specdec.trees.shape import TreeShape
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RECORD", "TREE", "WEIGHTS", "DrafterRecord", "TargetRecord", "config_from", "embeds_like", "write_folder"]
+__all__ = ["RECORD", "TREE", "WEIGHTS", "DrafterRecord", "TargetRecord", "config_from", "embeds_like"]
+__all__ += ["heads_like", "write_folder"]
 
 RECORD = "specdec.json"
 WEIGHTS = "model.safetensors"
@@ -36,6 +37,7 @@ FORMAT = 2
 
 _NUM_SAMPLES = 32
 _NUM_ROWS = 256
+_ROWS_AT_ONCE = 4096
 # Casting to bfloat16 moves a number by up to 2^-9 of itself, to float16 by up to 2^-11, or by 2^-25 if it is tiny.
 _RELATIVE_TOLERANCE = 2.0**-8
 _ABSOLUTE_TOLERANCE = 1e-6
@@ -87,11 +89,23 @@ class TargetRecord:
 
 
 @torch.no_grad()
-def embeds_like(target: Target, weight: torch.Tensor) -> bool:
-    """Whether `weight [V, C]` is the target's input embedding in any dtype, as far as some hundred rows tell."""
-    rows = _spread(_NUM_ROWS, weight.shape[0])
-    ours, theirs = _embedding_rows(target, rows).double(), weight[rows].double()
-    return torch.allclose(ours, theirs, rtol=_RELATIVE_TOLERANCE, atol=_ABSOLUTE_TOLERANCE)
+def embeds_like(target: Target, weight: torch.Tensor, *, every_row: bool = False) -> bool:
+    """Whether `weight [V, C]` is the target's input embedding in any dtype, as far as some hundred rows or all tell."""
+    if weight.shape[1] != target.hidden_size:
+        return False
+    rows = torch.arange(weight.shape[0]) if every_row else _spread(_NUM_ROWS, weight.shape[0])
+    return all(_is_close(_embedding_rows(target, some), weight[some]) for some in rows.split(_ROWS_AT_ONCE))
+
+
+@torch.no_grad()
+def heads_like(target: Target, weight: torch.Tensor) -> bool:
+    """Whether `weight [V, C]` is the target's LM head, as `embeds_like`."""
+    rows, own = _spread(_NUM_ROWS, weight.shape[0]), target.model.get_output_embeddings().weight
+    return own.shape == weight.shape and _is_close(own[rows.to(own.device)].cpu(), weight[rows])
+
+
+def _is_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.allclose(ours.double(), theirs.double(), rtol=_RELATIVE_TOLERANCE, atol=_ABSOLUTE_TOLERANCE)
 
 
 def _spread(count: int, size: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.none import NoDrafter
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.none import NoDrafter
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.drafting.base import Drafter
 from specdec.evaluation.records import PLAIN, ArmInfo
 from specdec.generation.generate import SpecDecodeOutput, generate

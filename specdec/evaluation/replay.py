@@ -22,7 +22,7 @@ import torch
 
 from specdec.common.checks import check_at_least
 from specdec.common.files import replace_file
-from specdec.drafters.none import NoDrafter
+from specdec.drafters.weightless.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt
 from specdec.kernels.common.verdict import Verdict
 from specdec.loop.decoder import Decoder

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from specdec.common.checks import check_at_least
 from specdec.common.defaults import torch_defaults
 from specdec.common.randomness import row_seeds
-from specdec.drafters.none import NoDrafter
+from specdec.drafters.weightless.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.scratch import Scratch

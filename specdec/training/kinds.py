@@ -23,6 +23,10 @@ _OBJECTIVES = {
     "amphista": "amphista:AmphistaObjective",
     "parallelspec": "parallelspec:ParallelSpecObjective",
     "falcon": "falcon:FalconObjective",
+    "dflash": "dflash:DFlashObjective",
+    "mtp": "mtp:MtpObjective",
+    "dspark": "dspark:DSparkObjective",
+    "peagle": "peagle:PEagleObjective",
 }
 TRAINABLE_KINDS = tuple(_OBJECTIVES)
 # settings that make this kind out of an objective that has several

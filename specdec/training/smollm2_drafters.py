@@ -34,10 +34,17 @@ def _likely_tree(num_nodes: int, depth: int) -> tuple[tuple[int, ...], ...]:
 _STEPS, _BATCH = 1550, 4
 _HEADS = {"num_heads": 4, "vocab_size": None}
 _MASKS = {"num_masks": 3, "num_groups": 48}  # with masks behind all tokens a step would cost four of the others'
+# two layers that begin with the target's last ones: from random weights a block learns too slowly for this budget. What
+# they read of the target is what EAGLE-3 does, so that it reads the texts once for all of them; a few blocks of a text
+# are about as many learnt places as the others have
+_BLOCK = {"tap_layers": (1, 14, 26), "num_layers": 2, "start_layers": (28, 29), "qk_norm": False, "num_anchors": 24}
 _HEAD_TREE, _DEEP_TREE = _likely_tree(32, 4), _likely_tree(32, 6)
 # losses at some places of a text, over some thousand of the tokens: what lets a CPU read more texts. Precision is the
 # target's: without AMX, bfloat16 takes 1.75 times as long on a CPU as float32
 _SPARSE = {"num_places": 96, "num_candidates": 4096, "mixed_precision": None, "eval_every": _STEPS}
+
+# a block is learnt as a whole, at the places behind its anchors
+_WHOLE = {**_SPARSE, "num_places": None}
 
 
 def _drafter(
@@ -47,9 +54,10 @@ def _drafter(
     settings: Mapping[str, Any],
     *,
     eagle: str | None = None,
+    run: Mapping[str, Any] = _SPARSE,
 ) -> BundledDrafter:
     grown = len(paths) + 1, max(map(len, paths))
-    return BundledDrafter(kind, _STEPS, learning_rate, paths, settings, _BATCH, eagle, run=_SPARSE, grown=grown)
+    return BundledDrafter(kind, _STEPS, learning_rate, paths, settings, _BATCH, eagle, run=run, grown=grown)
 
 
 SMOLLM2_DRAFTERS: dict[str, BundledDrafter] = {
@@ -61,6 +69,10 @@ SMOLLM2_DRAFTERS: dict[str, BundledDrafter] = {
     "amphista": _drafter("amphista", 1e-3, _HEAD_TREE, {"num_heads": 4, "own_lm_heads": False}),
     "amphista_low_rank": _drafter("amphista", 1e-3, _HEAD_TREE, {"num_heads": 4, "head_rank": 64}),
     "eagle": _drafter("eagle", 1e-3, _DEEP_TREE, {}),
+    "mtp": _drafter("mtp", 1e-3, _DEEP_TREE, {"teacher_weight": 1.0}),
+    "peagle": _drafter("peagle", 1e-3, _HEAD_TREE, {"num_masks": 3, "shares_lm_head": True}),
+    "dflash": _drafter("dflash", 1e-3, _DEEP_TREE, {**_BLOCK, "block_size": 8}, run=_WHOLE),
+    "dspark": _drafter("dspark", 1e-3, _DEEP_TREE, {**_BLOCK, "block_size": 7, "markov_rank": 64}, run=_WHOLE),
     "parallelspec": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "eagle", **_MASKS}, eagle="eagle"),
     "parallelspec_medusa": _drafter("parallelspec", 1e-3, _HEAD_TREE, {"variant": "medusa", **_MASKS}),
     "falcon": _drafter("falcon", 1e-3, _DEEP_TREE, {"block_size": 2, "lstm_dropout": 0.0}),

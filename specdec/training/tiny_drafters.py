@@ -50,14 +50,27 @@ class TinyTexts:
 
 
 _DRAFT_MODEL = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5}
+# an LM head of each head's own would be most of what these drafters weigh
+_HYDRA = {"num_heads": 3, "vocab_size": None}
 _EAGLE3 = {"tap_layers": (1, 2, 4), "draft_vocab_size": 1024, "num_unrolled": 4}
+_PEAGLE = {"tap_layers": (1, 2, 4), "num_masks": 4, "shares_lm_head": True}
+# attention from scratch takes more steps than there is time for: the layers begin as the target's own
+_DFLASH = {
+    **{"tap_layers": (1, 3, 4), "block_size": 8, "num_layers": 2, "num_anchors": 32},
+    **{"start_layers": (4, 5), "qk_norm": False},
+}
+_DSPARK = {**_DFLASH, "block_size": 7, "num_anchors": 24, "markov_rank": 64}
 TINY_DRAFTERS: dict[str, BundledDrafter] = {
     "draft_model": BundledDrafter("draft_model", 1500, 3e-3, None, _DRAFT_MODEL),
-    "medusa": BundledDrafter("medusa", 900, 2e-3, _SHALLOW, {"num_heads": 4}),
-    "hydra": BundledDrafter("hydra", 600, 1e-3, _SHALLOW, {"num_heads": 3}),
+    "medusa": BundledDrafter("medusa", 900, 2e-3, _SHALLOW, {"num_heads": 3}),
+    "hydra": BundledDrafter("hydra", 600, 1e-3, _SHALLOW, _HYDRA),
     # dropout helps over the paper's ten epochs; in a tenth of one it only slows learning
-    "hydra++": BundledDrafter("hydra++", 800, 1e-3, _SHALLOW, {"num_heads": 3, "shared_tail": True, "dropout": 0.0}),
+    "hydra++": BundledDrafter("hydra++", 800, 1e-3, _SHALLOW, {**_HYDRA, "shared_tail": True, "dropout": 0.0}),
     "eagle": BundledDrafter("eagle", 1200, 3e-3, _DEEP),
+    # in float32: without AMX, bfloat16 takes nearly twice as long on a CPU
+    "mtp": BundledDrafter(
+        "mtp", 320, 3e-3, _DEEP, {"num_unrolled": 3, "teacher_weight": 1.0}, run={"mixed_precision": None}
+    ),
     "eagle3": BundledDrafter("eagle3", 400, 3e-3, _DEEP, _EAGLE3),
     "amphista": BundledDrafter("amphista", 800, 1e-3, _SHALLOW, {"num_heads": 4, "head_rank": 64}),
     # masks at some groups only: more texts in the same time. Two masks: next to nothing was accepted beyond
@@ -69,6 +82,9 @@ TINY_DRAFTERS: dict[str, BundledDrafter] = {
     ),
     # without dropout for the reason given above
     "falcon": BundledDrafter("falcon", 700, 3e-3, _SHALLOW, {"block_size": 2, "lstm_dropout": 0.0}),
+    "dflash": BundledDrafter("dflash", 1000, 1e-3, _DEEP, _DFLASH, 4),
+    "peagle": BundledDrafter("peagle", 600, 2e-3, _DEEP, _PEAGLE, 4),
+    "dspark": BundledDrafter("dspark", 900, 1e-3, _DEEP, _DSPARK, 4),
 }
 """The bundled drafters, by the name of their folder."""
 

@@ -1,11 +1,12 @@
 """Draft trees without a fixed topology: how large they may become. `TreeShape` is the fixed kind.
 
 Source: EAGLE-2 (arXiv:2406.16858) sections 4.1 and 4.2; the defaults are those of the authors' evaluation scripts.
+JetSpec's tree: arXiv:2606.18394.
 """
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ from specdec.trees.plan import TreePlan
 from specdec.trees.shape import MAX_NODES, TreeLike, TreeShape, as_tree_shape
 from specdec.trees.text import FORMAT_VERSION, JsonFile, check_keys, parse_json
 
-__all__ = ["AnyTreeLike", "DynamicTree", "as_tree", "load_tree"]
+__all__ = ["GROWN_PRESETS", "AnyTreeLike", "DynamicTree", "as_tree", "load_tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,10 @@ class DynamicTree(JsonFile):
     Attributes:
         num_nodes: nodes that are kept, root included: what the target scores per step.
         depth: passes that extend paths. The pass over the committed text gives the nodes of depth 1, so the tree is at
-            most `depth + 1` deep.
-        top_k: paths that a pass extends, and candidates that it gives each of them.
+            most `depth + 1` deep. Heads that draft a block in one pass extend no paths: theirs is the best tree of at
+            most this depth, and of the block's, if that is smaller.
+        top_k: paths that a pass extends, and candidates that it gives each of them; of parallel heads the candidates of
+            each position.
 
     Raises:
         TypeError: a value is not an int.
@@ -64,6 +67,13 @@ class DynamicTree(JsonFile):
         """Largest rank of any candidate in its list."""
         return self.top_k - 1
 
+    def cut(self, max_depth: int) -> "DynamicTree":
+        """The tree with a depth of at most `max_depth`, and with no more nodes than it then has candidates."""
+        if self.max_depth <= max_depth:
+            return self
+        num_candidates = self.top_k + (max_depth - 1) * self.top_k**2
+        return replace(self, depth=max_depth - 1, num_nodes=min(self.num_nodes, 1 + num_candidates))
+
     def to_json(self) -> str:
         """The tree as a file's text: `{"version": 1, "dynamic": {"num_nodes": 60, "depth": 5, "top_k": 10}}`."""
         return json.dumps({"version": FORMAT_VERSION, "dynamic": asdict(self)}, indent=2) + "\n"
@@ -78,17 +88,26 @@ class DynamicTree(JsonFile):
             raise ValueError(f"{source}: dynamic: {error}") from error
 
 
+GROWN_PRESETS = {
+    "dynamic": DynamicTree(),
+    # 128 nodes of paths through 20 positions with 7 candidates each
+    "jetspec": DynamicTree(num_nodes=128, depth=19, top_k=7),
+}
+"""Dynamic trees by name: EAGLE-2's and JetSpec's."""
+
 AnyTreeLike: TypeAlias = TreeLike | DynamicTree
 """What a `tree` argument accepts where trees may be dynamic; see `as_tree`."""
 
 
 def as_tree(tree: AnyTreeLike) -> TreeShape | DynamicTree:
-    """As `as_tree_shape`, and beyond: a DynamicTree, `"dynamic"` for the default one, or a file that holds one."""
+    """As `as_tree_shape`, and beyond: a DynamicTree, the name of one (`GROWN_PRESETS`), or a file that holds one."""
     if isinstance(tree, DynamicTree):
         return tree
     if isinstance(tree, str | os.PathLike) and os.path.isfile(tree):
         return load_tree(tree)
-    return DynamicTree() if tree == "dynamic" else as_tree_shape(tree)
+    if isinstance(tree, str) and tree in GROWN_PRESETS:
+        return GROWN_PRESETS[tree]
+    return as_tree_shape(tree)
 
 
 def load_tree(path: str | os.PathLike[str]) -> TreeShape | DynamicTree:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from specdec.drafters.none import NoDrafter
+from specdec.drafters.weightless.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Best
 from specdec.loop.decoder import Decoder, without_autograd

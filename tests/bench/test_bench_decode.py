@@ -15,7 +15,7 @@ from specdec.bench.decoding import cells
 from specdec.bench.decoding.cells import Cell, run_cell
 from specdec.bench.decoding.simulated import PROFILES, random_drafter
 from specdec.common.provenance import read_records
-from specdec.drafters.none import NoDrafter
+from specdec.drafters.weightless.none import NoDrafter
 from specdec.evaluation.arms import Arm, Decoded
 from specdec.evaluation.records import ArmInfo
 from specdec.generation.generate import KEPT

@@ -23,10 +23,14 @@ TAU = {
     "hydra++": 2.2,
     "eagle": 2.5,
     "eagle3": 2.6,
+    "mtp": 2.8,
     "amphista": 1.9,
     "parallelspec": 2.0,
     "parallelspec_medusa": 1.6,
     "falcon": 1.6,
+    "dflash": 1.3,
+    "peagle": 1.5,
+    "dspark": 1.6,
 }
 
 
@@ -111,7 +115,7 @@ def test_generate_as_json_and_as_text(capsys):
         (["--model", "tiny", "--prompt", ""], "--prompt: expected at least one token"),
         (
             ["--model", "tiny", "--prompt", "x", "--drafter", "medusa", "--tree", "9"],
-            "tree: expected a depth of at most 4",
+            "tree: expected a depth of at most 3",
         ),
         (["--model", "tiny", "--prompt", "x", "--drafter", "draft_model", "--tree", "no/such"], "no/such"),
         (["--model", "tiny", "--prompt", "x", "--max-new-tokens", "5000"], "max_new_tokens: expected 1 to"),

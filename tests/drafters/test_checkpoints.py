@@ -17,16 +17,17 @@ from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import NETWORK_KINDS, settings_of
 from specdec.drafters.load import DRAFTER_KINDS
 from specdec.drafters.medusa import Medusa
-from specdec.drafters.none import NoDrafter
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.none import NoDrafter
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.drafting.folder import TargetRecord
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 from specdec.models.target.target import Target
-from specdec.training.kinds import objective_class, training_settings
+from specdec.training.kinds import TRAINABLE_KINDS, objective_class, training_settings
 from specdec.trees.dynamic import DynamicTree
 
 TREE = specdec.TreeShape.from_k_config((3, 2))
-TAPS = {"eagle3": {"tap_layers": (0, 1, 2)}}
+_BLOCK = {"tap_layers": (0, 1), "num_layers": 2}
+TAPS = {"eagle3": {"tap_layers": (0, 1, 2)}, "peagle": {"tap_layers": (0, 1, 2)}, "dflash": _BLOCK, "dspark": _BLOCK}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def same_state(one, other):
 # Our own folders
 
 
-@pytest.mark.parametrize("kind", NETWORK_KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in NETWORK_KINDS if kind in TRAINABLE_KINDS])
 def test_a_folder_of_every_kind_comes_back(kind, target, tmp_path):
     settings = {**training_settings(kind), **TAPS.get(kind, {})}
     objective = objective_class(kind).new(target, **settings)
@@ -253,7 +254,9 @@ def test_unknown_settings_and_kinds_are_named(saved, target):
 def test_folders_that_hold_nothing(target, tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a checkpoint"):
         specdec.load_drafter(tmp_path, target)
-    with pytest.raises(FileNotFoundError, match=r"expected a kind \(none, prompt_lookup, lookahead\), a folder"):
+    with pytest.raises(
+        FileNotFoundError, match=r"expected a kind \(none, prompt_lookup, lookahead, suffix\), a folder"
+    ):
         specdec.load_drafter(tmp_path / "nowhere", target)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="config.json: expected a JSON object, got list"):

@@ -7,6 +7,7 @@ from lib.drafter_checks import begin
 from lib.families import VOCAB_SIZE, build_model, random_prompts
 from specdec.drafters.amphista import Amphista
 from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.dspark import DSpark
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.falcon import Falcon
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.interpreter
 
 SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 1], [0, 0, 0]])
 DYNAMIC = DynamicTree(num_nodes=8, depth=2, top_k=3)
+BLOCK = {"num_layers": 2, "block_size": 4, "tap_layers": (0, 2), "markov_rank": 8}
 CASES = {
     "medusa": (Medusa, {"num_heads": 3, "num_layers": 2}, SHAPE),
     "medusa with the target's head": (Medusa, {"num_heads": 3, "vocab_size": None}, SHAPE),
@@ -39,6 +41,8 @@ CASES = {
     "eagle3": (Eagle3, {"tap_layers": (0, 1, 2)}, SHAPE),
     "eagle3, dynamic": (Eagle3, {"tap_layers": (0, 2), "draft_vocab_size": 50}, DYNAMIC),
     "falcon": (Falcon, {"block_size": 2}, SHAPE),
+    "dspark": (DSpark, {**BLOCK, "markov_head_type": "gated"}, SHAPE),
+    "dspark, grown": (DSpark, {**BLOCK, "markov_head_type": "rnn", "tap_layers": (-1, 1)}, DYNAMIC),
 }
 
 

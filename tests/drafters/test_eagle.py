@@ -216,7 +216,7 @@ def test_rejects_what_it_cannot_draft(version, shape, settings, match):
 def test_rejects_another_target():
     llama = build_model("llama")
     network = random_network(llama, 3)
-    with pytest.raises(ValueError, match=r"tap_layers: expected layers between 0 and 2, got \[7\]"):
+    with pytest.raises(ValueError, match=r"tap_layers: expected layers between 0 and 2, .* got \[7\]"):
         drafter_of(network, TreeShape.chain(2), tap_layers=(0, 1, 7)).bind(Target(llama))
 
 

@@ -23,6 +23,7 @@ EAGLE_TREES = {**DYNAMIC, "published": TreeShape.preset("eagle/mc_sim_7b_63")}
 CASES = [
     *((kind, SHAPES[shape]) for kind in KINDS for shape in SHAPES),
     *((kind, tree) for kind in ("eagle", "eagle3") for tree in EAGLE_TREES.values()),
+    *(("dspark", tree) for tree in DYNAMIC.values()),
     *((kind, TreeShape.from_k_config((2, 2, 2, 1, 1))) for kind in VARIANTS if kind.startswith("falcon")),
 ]
 
@@ -102,7 +103,8 @@ def test_a_file_of_another_variant_names_what_differs():
 
 DEPTHS = {
     **dict.fromkeys(("hydra", "hydra++"), "1 to 3, one level per head"),
-    **dict.fromkeys(("parallelspec", "parallelspec, medusa"), "1 to 4, the masks and one"),
+    **dict.fromkeys(("parallelspec", "parallelspec, medusa", "peagle"), "1 to 4, the masks and one"),
+    **dict.fromkeys(("dflash", "dspark"), "1 to 4, the tokens that a block drafts"),
     "medusa": "at most 3, one level per head",
     "amphista": "at most 4, one level per head",
 }
@@ -111,7 +113,7 @@ DEPTHS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_that_do_not_fit_are_refused(kind):
     network = KINDS[kind](build_model("llama"))
-    num_tokens = 32 if kind == "eagle3" else VOCAB_SIZE
+    num_tokens = 32 if kind in ("eagle3", "peagle") else VOCAB_SIZE
     with pytest.raises(ValueError, match=f"tree: expected ranks below {num_tokens},.* got {num_tokens}"):
         drafter_around(network, TreeShape.from_paths([[num_tokens]]))
     if kind in DEPTHS:

@@ -9,8 +9,8 @@ from lib.families import build_model, random_prompts
 from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target
 from specdec.bundled.load import TINY_FOLDER, bundled_drafters, load_tiny
 from specdec.drafters.load import load_drafter
-from specdec.drafters.none import NoDrafter
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.none import NoDrafter
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.evaluation.replay import RecordedTarget, record, replay
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Naive

@@ -8,7 +8,7 @@ import pytest
 from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.common.text_pieces import pieces_of
 from specdec.drafters.load import load_drafter
-from specdec.drafters.none import NoDrafter
+from specdec.drafters.weightless.none import NoDrafter
 from specdec.evaluation import run
 from specdec.evaluation.figures import figures, num_finished
 from specdec.evaluation.prompts import Question, conversation_prompt

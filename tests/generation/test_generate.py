@@ -10,7 +10,7 @@ from lib.fuzz_flaws import FailingStreamer
 from lib.host_code import noisy_copy
 from specdec.common import defaults
 from specdec.drafters.medusa import Medusa
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.generation.generate import KEPT
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 

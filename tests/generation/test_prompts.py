@@ -15,7 +15,7 @@ from lib.families import HIDDEN_SIZE, build_model
 from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
 from lib.recorder import Recorder, storages
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import choose_rule
 from specdec.loop.step import Generation

@@ -16,7 +16,7 @@ from lib.host_code import EndsAt, KeepingStreamer, noisy_copy
 from lib.law_drafters import DRAFTERS, build_target, make_drafter
 from lib.law_drafters import VOCAB_SIZE as SMALL_VOCAB_SIZE
 from lib.scripted_drafters import oracle
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Greedy
 from specdec.models.target.target import Target

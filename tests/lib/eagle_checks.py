@@ -7,6 +7,7 @@ from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork
 from specdec.models.networks.eagle3 import Eagle3Config, Eagle3Network
+from specdec.models.networks.peagle import PEagleConfig, PEagleNetwork
 
 TAPS = (0, 1, 1)
 DRAFT_TOKENS = torch.arange(1, VOCAB_SIZE, 3)
@@ -17,6 +18,13 @@ SWITCHES = {
     "each": {"feature_norm": "each", "norm_output": True},
     "own_embedding": {"own_embedding": True, "norm_before_residual": True},
     "shares_lm_head": {"shares_lm_head": True, "draft_vocab_size": None},
+}
+
+# beyond the equations that are restated here, which are of one layer
+LAYERS = {
+    "two layers": {"num_layers": 2, "norm_output": True},
+    "two layers, norms of heads": {"num_layers": 2, "qk_norm": True},
+    "windows": {"num_layers": 2, "windows": (9, None)},
 }
 
 
@@ -32,16 +40,28 @@ def random_network(model, version: int, seed: int = 0, **changes) -> EagleNetwor
         network = Eagle3Network(Eagle3Config.for_target(model.config, **changes))
     else:
         network = EagleNetwork(EagleConfig.for_target(model.config, **changes))
+    return _filled(network, seed)
+
+
+def random_peagle(model, seed: int = 0, **changes) -> PEagleNetwork:
+    """The same of P-EAGLE, with three masks."""
+    sizes = {"tap_layers": TAPS, "draft_vocab_size": len(DRAFT_TOKENS), "mask_token_id": 3, "num_masks": 3}
+    return _filled(PEagleNetwork(PEagleConfig.for_target(model.config, **{**sizes, **changes})), seed)
+
+
+def _filled(network, seed):
+    is_third = isinstance(network, Eagle3Network)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             scale = 0.3 if parameter.ndim == 1 else 1.5 / parameter.shape[1] ** 0.5
-            if name == "fc.weight" and version == 3 and network.config.feature_norm is None:
+            if name == "fc.weight" and is_third and network.config.feature_norm is None:
                 scale /= 30  # the layers of a random target have large outputs, which would drown all that follows
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise if "norm" in name else noise)
-    if version == 3 and network.has_own_vocabulary:
-        network.set_draft_vocabulary(DRAFT_TOKENS)
+    if is_third and network.has_own_vocabulary:
+        size, vocab_size = network.config.num_draft_tokens, network.config.vocab_size
+        network.set_draft_vocabulary(DRAFT_TOKENS if size == len(DRAFT_TOKENS) else torch.arange(vocab_size)[-size:])
     return network.eval()
 
 

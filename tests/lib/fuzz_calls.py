@@ -14,17 +14,17 @@ from lib.host_code import KeepingStreamer
 from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
-from specdec.drafters.lookahead import Lookahead
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.lookahead import Lookahead
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.suffix import Suffix
+from specdec.drafting.base import Drafter
+from specdec.drafting.network import NetworkDrafter
 from specdec.loop.rules import RULES, Naive, Rejection, Traversal, Typical
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
 KINDS = tuple(DRAFTERS)
 WITHOUT_TREE = tuple(kind for kind in KINDS if kind in KINDS_WITHOUT_WEIGHTS)
-# of the networks in law_drafters
-MAX_DEPTH = {"medusa": 2, "hydra": 2, "hydra++": 2, "amphista": 2, "parallelspec": 3, "parallelspec_medusa": 3}
-GROWS = ("eagle", "eagle3")
 DRAWING = tuple(name for name, rule in RULES.items() if rule.draws_drafts)
 
 
@@ -220,13 +220,17 @@ def _add_drafter_and_rule(rng: random.Random, call: Call, do_sample: bool) -> No
         rule = rng.choice(["auto", "auto", *(name for name, one in RULES.items() if not one().samples)])
     elif rule == "greedy" or (rule in DRAWING and kind in WITHOUT_TREE):
         rule = "auto"
+    made = make_drafter(kind)
+    must_grow = isinstance(made.shape, DynamicTree)
+    if must_grow and rule in DRAWING:
+        rule = "auto"
     dense = rule in DRAWING
-    max_rank = 4 if kind == "eagle3" else VOCAB_SIZE - 1
-    shape: TreeShape | DynamicTree = random_tree(rng, MAX_DEPTH.get(kind, 4), max_rank, dense=dense)
-    if rule == "traversal" and make_drafter(kind).shares_candidates:
+    max_depth, num_tokens = _limits(made)
+    shape: TreeShape | DynamicTree = random_tree(rng, max_depth, num_tokens - 1, dense=dense)
+    if rule == "traversal" and made.shares_candidates:
         shape = TreeShape.chain(rng.randint(1, 2))
-    if kind in GROWS and not dense and rng.random() < 0.4:
-        depth, top_k = rng.randint(0, 3), rng.randint(1, 4)
+    if getattr(made, "grows_trees", False) and not dense and (rng.random() < 0.4 or must_grow):
+        depth, top_k = rng.randint(0, max_depth - 1), rng.randint(1, 4)
         shape = DynamicTree(rng.randint(2, min(20, 1 + top_k + depth * top_k**2)), depth=depth, top_k=top_k)
     call.makers["drafter"] = _drafter_maker(rng, call, shape)
     # which of the lossless rules "auto" means under sampling makes no difference here
@@ -242,6 +246,17 @@ def _add_drafter_and_rule(rng: random.Random, call: Call, do_sample: bool) -> No
         call.draws |= isinstance(chosen, Typical) and chosen.samples
 
 
+def _limits(drafter: Drafter) -> tuple[int, int]:
+    """The deepest tree that a drafter is asked for, and how many tokens it can propose."""
+    if not isinstance(drafter, NetworkDrafter):
+        return 4, VOCAB_SIZE
+    config = drafter.network.config
+    limit = drafter.depth_limit(config)
+    selector = getattr(drafter.network, "candidate_selector", None)
+    num_tokens = getattr(config, "num_draft_tokens", VOCAB_SIZE) if selector is None else selector.top_k
+    return 4 if limit is None else min(4, limit[0]), num_tokens
+
+
 def _drafter_maker(rng: random.Random, call: Call, shape: TreeShape | DynamicTree) -> Callable[[], Any]:
     """What makes the drafter of every run: the same object, or a new one."""
     kind = call.kind
@@ -253,6 +268,10 @@ def _drafter_maker(rng: random.Random, call: Call, shape: TreeShape | DynamicTre
             call.arguments["tree"] = count
             return lambda: kind
         return lambda: PromptLookup(max_ngram=ngram, num_draft_tokens=count)
+    if kind == "suffix":
+        tokens, depth, match = rng.randint(1, 9), rng.randint(1, 4), rng.randint(1, 4)
+        made = Suffix(num_draft_tokens=tokens, max_depth=depth, max_match=match, shared=rng.random() < 0.2)
+        return lambda: made
     if kind == "lookahead":
         level, window, guesses = rng.randint(2, 4), rng.randint(1, 4), rng.randint(1, 4)
         return lambda: Lookahead(level=level, window=window, guesses=guesses)

@@ -12,6 +12,7 @@ from specdec.training.kinds import objective_class, training_settings
 from specdec.training.objectives.base import TrainingBatch
 
 _THIRD = {"tap_layers": TAPS, "draft_tokens": DRAFT_TOKENS, "num_unrolled": 3}
+_BLOCK = {"tap_layers": (0, 1), "block_size": 4, "num_layers": 2, "mask_token_id": 3}
 OBJECTIVES = {
     "draft_model": ("draft_model", {"teacher_weight": 0.5}),
     "medusa": ("medusa", {}),
@@ -32,6 +33,18 @@ OBJECTIVES = {
     **{f"parallelspec, {name}": ("parallelspec", {"num_masks": 3, **VARIANTS[name]}) for name in VARIANTS},
     "falcon": ("falcon", {}),
     "falcon, not recurrent": ("falcon", {"recurrent": False}),
+    "mtp": ("mtp", {}),
+    "mtp, laws": ("mtp", {"states_first": True, "teacher_weight": 0.5, "num_unrolled": 2}),
+    "dflash": ("dflash", _BLOCK),
+    "dspark": ("dspark", {**_BLOCK, "markov_rank": 8}),
+    "dspark, rnn": ("dspark", {**_BLOCK, "markov_rank": 8, "markov_head_type": "rnn"}),
+    "dspark, cross-entropy": (
+        "dspark",
+        {**_BLOCK, "markov_rank": 0, "has_confidence": False, "cross_entropy_weight": 1.0, "distance_weight": 0.0},
+    ),
+    "peagle": ("peagle", {"tap_layers": TAPS, "num_masks": 2, "num_layers": 2}),
+    "peagle, own vocabulary": ("peagle", {"tap_layers": TAPS, "num_masks": 2, "draft_tokens": DRAFT_TOKENS}),
+    "dflash, JetSpec": ("dflash", {**_BLOCK, "causal": True, "own_embedding": True, "shares_lm_head": False}),
 }
 """Kind and settings by name."""
 

@@ -1,5 +1,6 @@
 """A step that was recorded once and is replayed gives what the eager loop gives."""
 
+import copy
 import gc
 import logging
 import weakref
@@ -18,7 +19,7 @@ from lib.recorder import Recorder, references_as_kernels, storages
 from lib.replays import same, some_prompts, two_decoders
 from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.drafters.load import load_drafter
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.generation.generate import KEPT
 from specdec.loop.captured import LAG, MAX_RECORDINGS, batch_bucket, length_bucket
 from specdec.loop.decoder import Decoder
@@ -192,7 +193,8 @@ class _Forgetful(PromptLookup):
 
     def commit(self, verdict, output):
         super().commit(verdict, output)
-        self._lengths = self._lengths.clone()
+        self._texts = copy.copy(self._texts)
+        self._texts.lengths = self._texts.lengths.clone()
 
 
 class _Counts(PromptLookup):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lib.families import VOCAB_SIZE, build_model, random_prompts
 from lib.scripted_drafters import always_wrong, oracle
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.loop.decoder import Decoder
 from specdec.loop.stats import AcceptanceStats
 from specdec.loop.step import NonFiniteLogitsError

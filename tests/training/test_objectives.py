@@ -11,7 +11,7 @@ from lib.families import VOCAB_SIZE, build_model
 from lib.objectives import OBJECTIVES, new_objective, random_texts, read_by, said
 from specdec.drafters.kinds import DRAFTER_KINDS, KINDS_WITHOUT_WEIGHTS
 from specdec.models.target.target import Target
-from specdec.training.kinds import TRAINABLE_KINDS, objective_class
+from specdec.training.kinds import TRAINABLE_KINDS, objective_class, training_settings
 
 every_objective = pytest.mark.parametrize("name", OBJECTIVES)
 
@@ -107,6 +107,7 @@ def test_networks_are_trained_in_float32_whatever_the_target_is(name, generator)
 
 
 THIRD = {"version": 3, "tap_layers": TAPS, "draft_tokens": DRAFT_TOKENS}
+BLOCK = {"tap_layers": (0, 1), "block_size": 4}
 DECAY, WIDTH = (
     "decay: expected more than 0 and at most 1, got",
     "drafter: expected hidden_size 64 as the target's, got 32",
@@ -164,6 +165,21 @@ DECAY, WIDTH = (
         ("falcon", {"soft_weight": -1.0}, "soft_weight: expected 0 to 1, got -1.0"),
         ("falcon", {"noise": -0.1}, "noise: expected at least 0, got -0.1"),
         ("falcon", {"distillation_weight": math.nan}, "distillation_weight: expected at least 0, got nan"),
+        ("mtp", {"num_layers": 2}, "num_layers: expected 1 to train, .* got 2"),
+        ("mtp", {"num_unrolled": 0}, "num_unrolled: expected at least 1, got 0"),
+        ("mtp", {"decay": 0.0}, "decay: expected more than 0"),
+        ("mtp", {"teacher_weight": 1.5}, "teacher_weight: expected 0 to 1, got 1.5"),
+        ("mtp", {"family": {"model_type": "glm4_moe"}}, "family: expected None for a new network"),
+        ("mtp", {"hidden_size": 32}, WIDTH),
+        ("dflash", {**BLOCK, "gamma": 0.0}, "gamma: expected more than 0, got 0.0"),
+        ("dflash", {**BLOCK, "num_anchors": 0}, "num_anchors: expected at least 1, got 0"),
+        ("dflash", {**BLOCK, "distance_weight": -1.0}, "distance_weight: expected at least 0, got -1.0"),
+        ("dflash", {**BLOCK, "cross_entropy_weight": 0.0}, "expected one above 0, got 0 and 0"),
+        ("dflash", {**BLOCK, "draft_vocab_size": 8, "shares_lm_head": False}, "draft_vocab_size: expected None, .* 8"),
+        ("dflash", {**BLOCK, "hidden_size": 32}, WIDTH),
+        ("peagle", {"tap_layers": TAPS, "keep_ratio": 0.0}, "keep_ratio: expected more than 0 and at most 1, got 0.0"),
+        ("peagle", {"tap_layers": TAPS, "least_share": 1.5}, "least_share: expected more than 0 and at most 1, got"),
+        ("dspark", {**BLOCK, "confidence_weight": -1.0}, "confidence_weight: expected at least 0, got -1.0"),
     ],
 )
 def test_bad_settings_are_named(kind, settings, message):
@@ -173,5 +189,6 @@ def test_bad_settings_are_named(kind, settings, message):
 
 @pytest.mark.parametrize("kind", TRAINABLE_KINDS)
 def test_settings_that_do_not_exist_are_named(kind):
+    settings = {**training_settings(kind), **dict(OBJECTIVES.values())[kind]}
     with pytest.raises(TypeError, match="no_such_setting"):
-        objective_class(kind).new(Target(build_model("llama")), no_such_setting=1)
+        objective_class(kind).new(Target(build_model("llama")), **settings, no_such_setting=1)

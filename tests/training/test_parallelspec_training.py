@@ -10,9 +10,10 @@ from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from lib.objectives import read_by
 from lib.parallelspec_equations import VARIANTS, Equations, each_variant, make_network
 from specdec.models.networks.layer import MaskedAttention
+from specdec.models.networks.parallelspec import group_mask
 from specdec.models.target.target import Target
 from specdec.training.objectives.eagle import EagleObjective
-from specdec.training.objectives.parallelspec import ParallelSpecObjective, group_mask
+from specdec.training.objectives.parallelspec import ParallelSpecObjective
 from specdec.trees.shape import TreeShape
 
 

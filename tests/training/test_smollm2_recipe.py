@@ -59,7 +59,11 @@ def test_the_table_has_every_kind_on_equal_budgets():
         assert recipe.eagle is None or names.index(recipe.eagle) < names.index(name)
         settings = {**training_settings(recipe.kind), **recipe.settings}
         if "draft_vocab_size" in settings:
-            settings |= {"tap_layers": (0, 1, 2), "draft_tokens": range(settings.pop("draft_vocab_size") // 256)}
+            settings["draft_tokens"] = range(settings.pop("draft_vocab_size") // 256)
+        if recipe.kind in ("eagle3", "peagle", "dflash", "dspark"):
+            settings["tap_layers"] = (0, 1, 2)
+        if "start_layers" in settings:
+            settings["start_layers"] = (1, 2)
         if "head_rank" in settings:
             settings["head_rank"] = 8
         objective = objective_class(recipe.kind).new(target, **settings)

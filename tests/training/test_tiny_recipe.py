@@ -39,9 +39,11 @@ def test_the_departures_from_the_papers_are_those_of_the_table():
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `([\w+]+)` \| (\d+ \([\d.]+\) \| [^|]+ \| [^|]+) \|", page, re.MULTILINE))
     target = Target(build_model("llama"))
+    taps = {"eagle3": (0, 1, 1), "peagle": (0, 1, 1), "dflash": (0, 1), "dspark": (0, 1)}
     for name, made in TINY_DRAFTERS.items():
         settings = {key: value for key, value in made.settings.items() if key == "variant"}
-        settings |= {"version": 3, "tap_layers": (0, 1, 1)} if name == "eagle3" else {}
+        settings |= {"version": 3} if name == "eagle3" else {}
+        settings |= {"tap_layers": taps[name]} if name in taps else {}
         recipe = objective_class(made.kind).new(target, **settings).recipe
         epochs = made.steps * made.batch_size / TinyTexts().num_texts
         steps = f"{made.steps} ({epochs:.1f}) | {made.learning_rate:.0e}"
@@ -94,7 +96,11 @@ def test_the_bundled_drafters_settings_are_those_of_their_kinds():
     for name, recipe in TINY_DRAFTERS.items():
         settings = {**training_settings(recipe.kind), **recipe.settings}
         if "tap_layers" in settings:
-            settings |= {"tap_layers": (0, 1, 2), "draft_tokens": range(settings.pop("draft_vocab_size") // 32)}
+            settings |= {"tap_layers": (0, 1, 2)}
+        if "draft_vocab_size" in settings:
+            settings["draft_tokens"] = range(settings.pop("draft_vocab_size") // 32)
+        if "start_layers" in settings:
+            settings["start_layers"] = (1, 2)
         if "head_rank" in settings:
             settings["head_rank"] = 8
         objective = objective_class(recipe.kind).new(target, **settings)

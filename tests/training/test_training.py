@@ -11,9 +11,9 @@ import torch
 import specdec
 from lib.families import VOCAB_SIZE, build_model
 from lib.objectives import read_by, samples
-from specdec.drafters.kinds import NETWORK_KINDS
 from specdec.models.target.target import Target
 from specdec.training.data import Sample, Texts, collate
+from specdec.training.kinds import TRAINABLE_KINDS
 from specdec.training.objectives.draft_model import DraftModelObjective
 from specdec.training.objectives.medusa import MedusaObjective
 from specdec.training.objectives.recipe import Recipe, Run, learning_rate_factor
@@ -26,7 +26,12 @@ pytest.importorskip("accelerate")
 
 SMALL = Run(steps=6, batch_size=4, learning_rate=1e-2, eval_every=2, log_every=1)
 NO_PROBE = TauProbe(num_prompts=0)
-TAPS = {"eagle3": {"tap_layers": (0, 1, 2), "draft_vocab_size": 32}}
+TAPS = {
+    "eagle3": {"tap_layers": (0, 1, 2), "draft_vocab_size": 32},
+    "peagle": {"tap_layers": (0, 1, 2)},
+    "dflash": {"tap_layers": (0, 1), "num_layers": 1, "block_size": 4},
+    "dspark": {"tap_layers": (0, 1), "num_layers": 1, "block_size": 4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +132,7 @@ def test_a_trained_draft_model_is_fine_tuned_and_a_new_one_trained_from_scratch(
         DraftModelObjective.new(target, model=str(tmp_path), hidden_size=32)
 
 
-@pytest.mark.parametrize("kind", [*NETWORK_KINDS, "draft_model"])
+@pytest.mark.parametrize("kind", TRAINABLE_KINDS)
 def test_every_kind_trains_measures_tau_and_loads(kind, target, tmp_path):
     settings = TAPS.get(kind, {})
     probe = TauProbe(num_prompts=2, prompt_tokens=4, new_tokens=6)

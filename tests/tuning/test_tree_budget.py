@@ -13,8 +13,8 @@ from lib.recorder import Recorder
 from lib.scripted_drafters import oracle
 from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.commands.cli import main
-from specdec.drafters.none import NoDrafter
-from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.weightless.none import NoDrafter
+from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.loop.decoder import Decoder
 from specdec.loop.graphs import CannotCaptureError
 from specdec.models.target.target import Target

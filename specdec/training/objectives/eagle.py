@@ -9,7 +9,7 @@ tokens sees: the true pairs up to t, and all its own steps at t.
 Choices beyond the papers: docs/drafters/eagle.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from specdec.drafters.eagle3 import Eagle3
 from specdec.models.networks.eagle import EagleConfig, EagleNetwork
 from specdec.models.networks.eagle3 import Eagle3Config, Eagle3Network
 from specdec.models.networks.layer import MaskedAttention, Rotation, attend_among
+from specdec.models.networks.mtp import MtpNetwork
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
 from specdec.training.objectives.recipe import Recipe, check_decay
@@ -29,7 +30,15 @@ from specdec.training.objectives.vocabulary import Vocabulary
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
-__all__ = ["EAGLE_RECIPES", "EagleObjective", "most_frequent_tokens"]
+__all__ = [
+    "EAGLE_RECIPES",
+    "EagleObjective",
+    "UnrolledAttention",
+    "guesses_of",
+    "most_frequent_tokens",
+    "prepare_third",
+    "unrolled",
+]
 
 # rates, betas and clipping as in the papers and the authors' scripts; warm-up 2000 and 12000 of 800000 steps
 _EAGLE = Recipe(3e-5, betas=(0.9, 0.95), schedule="linear", warmup_ratio=0.0025, epochs=20, batch_size=16)
@@ -109,17 +118,10 @@ class EagleObjective(Objective):
         if draft_tokens is not None:
             settings.setdefault("draft_vocab_size", len(draft_tokens))
         network = _new_network(target, version, settings)
-        network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
-        if isinstance(network, Eagle3Network) and draft_tokens is not None:
-            network.set_draft_vocabulary(torch.as_tensor(draft_tokens))
-        elif isinstance(network, Eagle3Network) and network.has_own_vocabulary:
-            raise ValueError(
-                f"draft_tokens: expected the ids of {network.config.num_draft_tokens} tokens with a draft vocabulary, "
-                "got None; specdec.training.objectives.eagle.most_frequent_tokens makes them from token counts"
-            )
-        if isinstance(network, Eagle3Network) and start_from_target:
-            model = target.model
-            network.start_from(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
+        if isinstance(network, Eagle3Network):
+            prepare_third(network, target, draft_tokens, start_from_target=start_from_target)
+        else:
+            network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
         return network
 
     @property
@@ -171,33 +173,72 @@ class EagleObjective(Objective):
     def _unrolled_loss(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         network = self.network
         assert isinstance(network, Eagle3Network)
-        own = network.lm_head
-        # a draft vocabulary takes the place of the batch's, whose candidates it need not have
-        vocabulary = batch.vocabulary
-        if network.has_own_vocabulary:
-            vocabulary = Vocabulary.of(network.target_ids, network.config.vocab_size)
-        states = network.read(torch.cat([tap[:, :-2] for tap in batch.taps], -1).to(network.fc.weight.dtype))
-        num_tokens, attend = batch.tokens.shape[1], _UnrolledAttention()
-        loss, parts = states.new_zeros((), dtype=torch.float32), {}
-        for step in range(min(self.num_unrolled, num_tokens - 2)):
-            places = num_tokens - 2 - step  # behind them the text ends before the token that would be guessed
-            positions = torch.arange(step, step + places, device=states.device)[None]
-            following = slice(1 + step, 1 + step + places)
-            states = network(states[:, :places], self.embed(batch.tokens[:, following]), positions, attend)
-
-            learnt = batch.loss_mask[:, 2 + step :]
-            if network.has_own_vocabulary:
-                assert batch.best is not None
-                learnt = learnt & network.t2d[batch.best[:, 2 + step :]]
-            guess = network.lm_states(states[learnt])
-            if own is not None and network.has_own_vocabulary:
-                logits = own(guess).float()
-            else:
-                logits = self.logits(batch, guess, None if own is None else own.weight)
-            cross_entropy = mean_cross_entropy(logits, batch.law_over(vocabulary, following, learnt))
+        read = network.read(torch.cat([tap[:, :-2] for tap in batch.taps], -1).to(network.fc.weight.dtype))
+        loss, parts = read.new_zeros((), dtype=torch.float32), {}
+        for step, following, states in unrolled(network, read, self.embed, batch.tokens, self.num_unrolled):
+            cross_entropy = mean_cross_entropy(*guesses_of(self, batch, states, following))
             parts[f"depth_{step + 1}"] = cross_entropy
             loss = loss + self.decay**step * cross_entropy
         return {"loss": loss, **parts}
+
+
+def prepare_third(
+    network: Eagle3Network,
+    target: Target,
+    draft_tokens: Sequence[int] | torch.Tensor | None,
+    *,
+    start_from_target: bool,
+) -> None:
+    """Make a new network of version 3 ready for training, as `EagleObjective.new_network` says.
+
+    Raises:
+        ValueError: sizes of another target, or draft tokens that do not fit.
+    """
+    network.check_fits(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
+    if draft_tokens is not None:
+        network.set_draft_vocabulary(torch.as_tensor(draft_tokens))
+    elif network.has_own_vocabulary:
+        raise ValueError(
+            f"draft_tokens: expected the ids of {network.config.num_draft_tokens} tokens with a draft vocabulary, "
+            "got None; specdec.training.objectives.eagle.most_frequent_tokens makes them from token counts"
+        )
+    if start_from_target:
+        model = target.model
+        network.start_from(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def guesses_of(
+    objective: Objective, batch: TrainingBatch, states: torch.Tensor, columns: slice | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a network of version 3 says of the tokens behind some columns, and what the target says of them.
+
+    With a draft vocabulary only places count where the target's most probable token is in it.
+
+    Args:
+        objective: of the network.
+        batch: the batch.
+        states: [B, n, C] of the network.
+        columns: the n columns of the texts; the guesses are about the tokens behind them.
+
+    Returns:
+        [N, D] float32 logits and laws of the learnt ones.
+    """
+    network = objective.network
+    assert isinstance(network, Eagle3Network)
+    # a draft vocabulary takes the place of the batch's, whose candidates it need not have
+    vocabulary, own = batch.vocabulary, network.lm_head
+    following = slice(columns.start + 1, columns.stop + 1) if isinstance(columns, slice) else columns + 1
+    learnt = batch.loss_mask[:, following]
+    if network.has_own_vocabulary:
+        assert batch.best is not None
+        vocabulary = Vocabulary.of(network.target_ids, network.config.vocab_size)
+        learnt = learnt & network.t2d[batch.best[:, following]]
+    guess = network.lm_states(states[learnt])
+    if own is not None and network.has_own_vocabulary:
+        logits = own(guess).float()
+    else:
+        logits = objective.logits(batch, guess, None if own is None else own.weight)
+    return logits, batch.law_over(vocabulary, columns, learnt)
 
 
 def _new_network(target: Target, version: int, settings: dict[str, Any]) -> EagleNetwork | Eagle3Network:
@@ -209,6 +250,34 @@ def _new_network(target: Target, version: int, settings: dict[str, Any]) -> Eagl
     if settings.keys() & {"tap_layers", "draft_vocab_size"}:
         raise ValueError("version: expected 3 with tap_layers or a draft vocabulary, got 1")
     return EagleNetwork(EagleConfig.for_target(target.model.config, **settings))
+
+
+def unrolled(
+    network: Eagle3Network | MtpNetwork,
+    states: torch.Tensor,
+    embed: Callable[[torch.Tensor], torch.Tensor],
+    tokens: torch.Tensor,
+    num_unrolled: int,
+) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    """Run a network on its own states, as when drafting.
+
+    Args:
+        network: one decoder layer, or several that run behind each other.
+        states: [B, T - 2, C] what stands for the target's states.
+        embed: of tokens.
+        tokens: [B, T] the text.
+        num_unrolled: steps, or fewer where the text ends before.
+
+    Yields:
+        The step, the columns of the tokens that it read, and its states, which guess the tokens behind: [B, n, C].
+    """
+    attend = UnrolledAttention()
+    for step in range(min(num_unrolled, tokens.shape[1] - 2)):
+        places = tokens.shape[1] - 2 - step  # behind them the text ends before the token that would be guessed
+        positions = torch.arange(step, step + places, device=states.device)[None]
+        following = slice(1 + step, 1 + step + places)
+        states = network(states[:, :places], embed(tokens[:, following]), positions, attend)
+        yield step, following, states
 
 
 def most_frequent_tokens(counts: torch.Tensor, size: int) -> torch.Tensor:
@@ -224,7 +293,7 @@ def most_frequent_tokens(counts: torch.Tensor, size: int) -> torch.Tensor:
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
-class _UnrolledAttention:
+class UnrolledAttention:
     """Attention of a network that is run several times over the same places, each time fed with its own states.
 
     A place of the first run sees the places before it; in a later run it sees what it saw in the first, and itself in
@@ -232,20 +301,28 @@ class _UnrolledAttention:
     """
 
     def __init__(self) -> None:
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._of_layer: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        window: int | None,
     ) -> torch.Tensor:
         """As `Attend`."""
-        self._keys.append(rotation.rotate(key))
-        self._values.append(value)
-        num_places = query.shape[1]
+        all_keys, all_values = self._of_layer.setdefault(layer, ([], []))
+        all_keys.append(rotation.rotate(key))
+        all_values.append(value)
+        num_places, last = query.shape[1], len(all_keys) - 1
+        # place t of run r stands at position t + r
+        reach = window or num_places + last + 1
 
         def visible(run: int, num_keys: int) -> torch.Tensor:
             own = torch.ones(num_places, num_keys, dtype=torch.bool, device=query.device).tril()
-            return own if run == 0 else own.triu()
+            return own.triu(1 - reach + last) if run == 0 else own.triu() & (last - run < reach)
 
-        mask = torch.cat([visible(run, keys.shape[1]) for run, keys in enumerate(self._keys)], 1)
-        return attend_among(rotation.rotate(query), torch.cat(self._keys, 1), torch.cat(self._values, 1), mask[None])
+        mask = torch.cat([visible(run, keys.shape[1]) for run, keys in enumerate(all_keys)], 1)
+        return attend_among(rotation.rotate(query), torch.cat(all_keys, 1), torch.cat(all_values, 1), mask[None])

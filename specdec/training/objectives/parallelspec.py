@@ -19,8 +19,10 @@ from specdec.common.checks import check_at_least
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.load import load_drafter
 from specdec.drafters.parallelspec import ParallelSpec
+from specdec.models.networks.eagle import EagleNetwork
+from specdec.models.networks.eagle3 import Eagle3Network
 from specdec.models.networks.layer import MaskedAttention
-from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
+from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork, group_mask
 from specdec.models.target.target import Target
 from specdec.training.objectives.base import Objective, TrainingBatch, mean_cross_entropy, refuse_unread
 from specdec.training.objectives.recipe import Recipe, check_decay
@@ -106,9 +108,10 @@ class ParallelSpecObjective(Objective):
         network.start_from(target.model.get_input_embeddings().weight)
         if eagle is not None:
             trained = load_drafter(eagle, target)
-            if not isinstance(trained, Eagle):
+            given = trained.network if isinstance(trained, Eagle) else None
+            if not isinstance(given, EagleNetwork | Eagle3Network):
                 raise ValueError(f"eagle: expected a drafter of EAGLE-1, got one of kind {trained.kind}")
-            network.start_from_eagle(trained.network)
+            network.start_from_eagle(given)
         return network
 
     def forward(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
@@ -197,18 +200,3 @@ def _with_labels(
     places = places[: int((places < batch.tokens.shape[1]).sum())]
     learnt = batch.loss_mask[:, places]
     return guesses[:, : len(places)][learnt], learnt, places
-
-
-def group_mask(group: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-    """Who sees whom in figure 3 of the paper.
-
-    Args:
-        group: [N] group of each token and mask, counted by its real token.
-        member: [N] place of each in its group: 0 for the real token, k for mask k.
-
-    Returns:
-        [N, N] bool, True where row i may see column j.
-    """
-    earlier_token = (member == 0) & (group < group[:, None])
-    own_group = (group == group[:, None]) & (member <= member[:, None])
-    return earlier_token | own_group

@@ -40,9 +40,13 @@ class Vocabulary:
 
     def logits(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[N, n] float32 logits, weights included, of an LM head [V, C] with bias [V] on states [N, C]."""
+        return self.weighted(self.products(states, weight, bias))
+
+    def products(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As `logits`, without the weights of its tokens and in the dtype of `weight`."""
         if self.tokens is not None:
             weight, bias = weight[self.tokens], None if bias is None else bias[self.tokens]
-        return self.weighted(F.linear(states.to(weight.dtype), weight, bias))
+        return F.linear(states.to(weight.dtype), weight, bias)
 
     def weighted(self, logits: torch.Tensor) -> torch.Tensor:
         """[N, n] logits of its tokens in float32, with their weights."""
