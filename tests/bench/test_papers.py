@@ -170,7 +170,7 @@ def test_rates_grow_with_the_candidates(bench):
 
 
 def test_what_a_drafter_cannot_do_is_told(bench):
-    with pytest.raises(NotRunError, match="depth of at most 4"):
+    with pytest.raises(NotRunError, match="depth of at most 3"):
         bench.measure(Arm("medusa", (1,) * 6), "medusa")
     assert bench.sources(Arm("nobody")) == []
 
@@ -179,14 +179,13 @@ def test_the_command_resumes_and_sees_drafters_change(tmp_path, capsys):
     folder, output, written = tmp_path / "drafters", tmp_path / "papers.jsonl", tmp_path / "page.md"
     for name in ("medusa", "amphista", "hydra++"):
         shutil.copytree(TINY_FOLDER / name, folder / name)
-    sizes = "--tree 2 1 1 1 --num-new-tokens 12 --num-sampled-tokens 4 --num-sampled-prompts 2 --num-prompts 3"
+    sizes = "--tree 2 1 1 --num-new-tokens 12 --num-sampled-tokens 4 --num-sampled-prompts 2 --num-prompts 3"
     options = ["--model", "tiny", "--drafters", str(folder), "--prompts", str(TINY_FOLDER / "prompts.json")]
     options += ["--only", "amphista", "--output", str(output), *sizes.split()]
     assert papers.main([*options, "--update", str(written)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"undecided +Amphista is accepted longer than Medusa: \d", shown)
     assert "not run        The sampled token lengthens acceptance: short-amphista: not there" in shown
-    assert "hydra++: tree: expected a depth of 1 to 3" in shown
     records = [json.loads(line) for line in output.read_text().splitlines()]
     ended = [record for record in records if "cell" in record]
     assert {record["drafter"] for record in ended} == {"medusa", "amphista", "hydra++"}
@@ -201,6 +200,9 @@ def test_the_command_resumes_and_sees_drafters_change(tmp_path, capsys):
     assert papers.main(options) == 0
     again = [json.loads(line) for line in output.read_text().splitlines()][len(records) :]
     assert {record["drafter"] for record in again if "cell" in record} == {"medusa"}
+    capsys.readouterr()
+    assert papers.main([*options, "--tree", "2", "1", "1", "1"]) == 0
+    assert "hydra++: tree: expected a depth of 1 to 3, one level per head, got 4" in capsys.readouterr().out
 
 
 def test_the_page_is_that_of_the_records():

