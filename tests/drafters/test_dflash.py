@@ -9,6 +9,7 @@ import specdec
 from lib.dflash_cases import make_network
 from lib.drafter_checks import Recording, propose
 from lib.families import HIDDEN_SIZE, build_model
+from lib.tensors import assert_near
 from specdec.drafters.dflash import DFlash
 from specdec.trees.shape import TreeShape
 
@@ -76,7 +77,7 @@ def test_a_depth_drafts_the_same_in_every_tree(changes):
     for shape in (TreeShape.chain(1), TreeShape.from_k_config((3, 2))):
         seen = Recording()
         tree = propose(drafter.with_tree(shape), model, text, 20, seen)
-        torch.testing.assert_close(seen.logits[0], logits[:, : shape.max_depth], atol=1e-5, rtol=1e-5)
+        assert_near(seen.logits[0], logits[:, : shape.max_depth])
         for node in range(1, shape.num_nodes):
             best = logits[0, shape.depth[node] - 1].topk(4).indices
             assert tree.tokens[0, node] == best[shape.rank[node]]

@@ -9,6 +9,7 @@ import torch
 from lib.drafter_checks import Nudged, propose
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model, random_prompts
 from lib.hydra_equations import CONFIGS, LAYER, literal_head, literal_state, literal_tokens, random_network
+from lib.tensors import assert_near
 from specdec.drafters.hydra import Hydra
 from specdec.drafting.candidates import Candidates
 from specdec.loop.decoder import Decoder
@@ -63,9 +64,9 @@ def test_the_kernel_agrees_with_what_training_computes(kind, monkeypatch, genera
     parts = [torch.randn(2, 3, HIDDEN_SIZE, generator=generator) for _ in range(4)]
     with torch.enable_grad():
         trained = network.states(2, parts)
-    torch.testing.assert_close(network.states(2, parts), trained, rtol=1e-5, atol=1e-5)
+    assert_near(network.states(2, parts), trained)
     monkeypatch.setenv("SPECDEC_BACKEND", "triton")
-    torch.testing.assert_close(network.states(2, parts), trained, rtol=1e-5, atol=1e-5)
+    assert_near(network.states(2, parts), trained)
 
 
 def test_positions_stay_exact_in_half_precision():

@@ -46,8 +46,9 @@ LAST_PROGRAMS = {
     "tree_rerank": (2, 0, 0),
     "warp_logits": (2, 2, 2),
 }
-# How many programs share the keys of a row depends on the number of rows, and the rounding on that.
-INEXACT_ALONE = {"tree_attention"}
+# How many programs share the keys of a row, or how many rows a product takes, depends on the number of rows, and the
+# rounding on that.
+INEXACT_ALONE = {"lstm_recurrence", "tree_attention"}
 # Trailing dimensions that lie together in memory; of all others the last alone.
 PACKED = {("kv_compact", "cache_"): 2}
 # Whose programs count themselves in, at the large size.

@@ -1,6 +1,5 @@
 """A draft tree behind ragged prompts, scored by a target."""
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,9 +11,6 @@ from specdec.models.target.target import Target
 from specdec.trees.shape import TreeShape
 
 TREE = TreeShape.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1]])
-
-assert_near = partial(torch.testing.assert_close, atol=2e-5, rtol=1e-5)
-"""Equal but for the rounding of fp32."""
 
 
 class Scored(NamedTuple):

@@ -1,9 +1,14 @@
 """Small tensors on the device that the tests run on."""
 
+from functools import partial
+
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+assert_near = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-5)
+"""Equal but for the rounding of fp32 through some layers, which differs between processors."""
 
 
 def int32(values):

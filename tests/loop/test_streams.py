@@ -12,6 +12,7 @@ from lib.guard import Guard
 from lib.host_code import EndsAt, KeepingStreamer
 from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
 from lib.recorder import Recorder, references_as_kernels
+from lib.tensors import assert_near
 from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.commands.cli import main
 from specdec.drafters.load import load_drafter
@@ -72,7 +73,7 @@ def same(result, expected):
     assert torch.equal(result.cache.lengths, expected.cache.lengths)
     for row, length in enumerate(result.cache.lengths.tolist()):
         ours, theirs = (one.cache.data[:, :, row, :length] for one in (result, expected))
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        assert_near(ours, theirs)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

@@ -9,6 +9,7 @@ from lib.drafter_checks import propose
 from lib.falcon_equations import Literal, make_network
 from lib.families import VOCAB_SIZE, build_model, random_prompts
 from lib.objectives import random_texts, read_by
+from lib.tensors import assert_near
 from specdec.drafters.falcon import Falcon
 from specdec.drafting.candidates import Best
 from specdec.models.networks.falcon import FalconNetwork
@@ -54,7 +55,7 @@ def test_the_training_pass_computes_what_a_draft_computes_at_the_same_places(blo
             return Best()(logits, num_ranks)
 
         propose(Falcon(network, TreeShape.chain(block_size)), model, text[:length], text[length].item(), choose)
-        torch.testing.assert_close(seen[0][0], model.lm_head(taught[-block_size:]), atol=2e-5, rtol=1e-4)
+        assert_near(seen[0][0], model.lm_head(taught[-block_size:]))
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import torch
 
 from lib.dflash2_cases import CONVOLUTION, SELECTOR, shaken, their_model
 from lib.dflash_cases import drafted_states
+from lib.tensors import assert_near
 from specdec.models.common.packing import pack_network
 from specdec.models.networks.blocks.dflash2 import DFlash2Config, DFlash2Network
 from specdec.models.networks.layer import DraftLayerConfig
@@ -51,14 +52,14 @@ def test_states_and_scores_are_those_of_speculators(taps):
     )
     anchors = torch.arange(num_anchors)[None]
     got = network.see_blocks(network.read(features), network.read_anchors(tokens[:, :num_anchors], embed), anchors)
-    torch.testing.assert_close(got.flatten(1, 2), hidden, atol=2e-5, rtol=1e-5)
+    assert_near(got.flatten(1, 2), hidden)
     # every row of every block, behind every token
     best = logits.topk(4, -1)
     before = torch.arange(VOCAB).expand(1, got[0].numel() // WIDTH, -1)
     scores = network.candidate_selector(got.flatten(1, 2), before, best.indices, best.values)
     for token in range(VOCAB):
         expected = theirs.candidate_selector.score_candidates(logits, hidden, before[..., token], best.indices)
-        torch.testing.assert_close(scores[:, :, token], expected, atol=2e-5, rtol=1e-5)
+        assert_near(scores[:, :, token], expected)
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ def test_a_cached_block_is_that_of_the_whole_text(changes, backend):
     )
     pack_network(network, torch.float32)
     states = drafted_states(network, embed, features, tokens, accepted, backend)
-    torch.testing.assert_close(torch.stack(states, 1), expected, atol=1e-5, rtol=1e-5)
+    assert_near(torch.stack(states, 1), expected)
 
 
 @torch.no_grad()
@@ -100,7 +101,7 @@ def test_a_shorter_causal_block_gives_the_front_of_a_longer_one():
     long = network.see_blocks(context, blocks, anchors)
     for num_rows in (1, 2, 3):
         short = network.see_blocks(context, blocks[:, :, :num_rows], anchors)
-        torch.testing.assert_close(short, long[:, :, :num_rows], atol=1e-5, rtol=1e-5)
+        assert_near(short, long[:, :, :num_rows])
 
 
 @torch.no_grad()

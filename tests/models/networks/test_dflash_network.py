@@ -5,6 +5,7 @@ import torch
 
 from lib.dflash_cases import drafted_states
 from lib.references import reference
+from lib.tensors import assert_near
 from specdec.models.common.packing import pack_network
 from specdec.models.networks.dflash import DFlashConfig, DFlashNetwork, default_tap_layers
 from specdec.models.networks.layer import DraftLayerConfig
@@ -58,7 +59,7 @@ def test_a_cached_block_is_that_of_the_whole_text(name, backend):
     )
     pack_network(network, torch.float32)
     states = drafted_states(network, embed, features, tokens, accepted, backend)
-    torch.testing.assert_close(torch.stack(states, 1), expected, atol=1e-5, rtol=1e-5)
+    assert_near(torch.stack(states, 1), expected)
 
 
 def their_model(config, mask_of, **changes):
@@ -132,7 +133,7 @@ def test_equals_speculators(ours, mask_of, changes):
     theirs._backbone_forward(*inputs, max_anchors=num_anchors)
     anchors = torch.arange(num_anchors)[None]
     got = network.see_blocks(network.read(features), network.read_anchors(tokens[:, :num_anchors], embed), anchors)
-    torch.testing.assert_close(got.flatten(1, 2), picked["states"].float(), atol=2e-5, rtol=1e-5)
+    assert_near(got.flatten(1, 2), picked["states"].float())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 from lib.dspark_cases import HEADS, random_network, their_blocks, their_model
 from lib.families import VOCAB_SIZE, build_model, random_prompts
+from lib.tensors import assert_near
 from specdec.models.target.target import Target
 
 
@@ -42,10 +43,10 @@ def test_every_block_equals_speculators(heads, sizes, generator):
     features = features_of(model, network, text[None])
     logits, confidence = blocks_of(network, model, features, text[None])
     expected, odds = their_blocks(their_model(network, model), features, text[None])
-    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+    assert_near(logits, expected)
     assert (confidence is None) == (odds is None)
     if odds is not None:
-        torch.testing.assert_close(confidence, odds, atol=1e-5, rtol=1e-5)
+        assert_near(confidence, odds)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import specdec
 from lib.dflash_cases import drafted_states, make_network
 from lib.families import HIDDEN_SIZE, VOCAB_SIZE, build_model
 from lib.references import reference
+from lib.tensors import assert_near
 from specdec.drafters.dflash import DFlash
 from specdec.trees.dynamic import DynamicTree
 
@@ -278,7 +279,7 @@ def check_states(network, theirs, embed, num_taps=2):
     for states, places in zip(got, anchors.tolist(), strict=True):
         for row, anchor in enumerate(places):
             expected = theirs(features[row : row + 1], tokens[row : row + 1], anchor)
-            torch.testing.assert_close(states[row], expected.float(), atol=2e-5, rtol=1e-5)
+            assert_near(states[row], expected.float())
 
 
 @torch.no_grad()

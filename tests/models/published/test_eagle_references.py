@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec
 from lib.eagle_references import CASES, DRAFT_TOKENS, LENGTH, MASK, VOCAB, WIDTH, their_logits, their_model
+from lib.tensors import assert_near
 from specdec.loop.decoder import Decoder
 from specdec.models.networks.layer import MaskedAttention
 from specdec.models.published import eagle, peagle
@@ -15,8 +16,6 @@ from specdec.models.published.files import read_config, tensor_files
 from specdec.models.published.readers import recognise
 from specdec.models.target.target import Target
 from specdec.trees.shape import TreeShape
-
-CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 
 
 def saved(theirs, folder):
@@ -44,7 +43,7 @@ def test_eagle3_equals_speculators(name, tmp_path):
     positions = torch.arange(LENGTH)[None]
     states = network(network.read(features), network.embed_tokens(tokens), positions, MaskedAttention())
     expected = their_logits(theirs, features, tokens)
-    torch.testing.assert_close(network.lm_head(network.lm_states(states)), expected, **CLOSE)
+    assert_near(network.lm_head(network.lm_states(states)), expected)
     if network.has_own_vocabulary:
         assert torch.equal(network.target_ids, DRAFT_TOKENS)
 
@@ -63,7 +62,7 @@ def test_peagle_equals_speculators(name, tmp_path):
     members = torch.tensor([1, 2, 3, 1, 1, 2, 3, 4, 5, 1, 2])
     states = network.see_groups(features, tokens, groups, members, network.embed_tokens)
     expected = their_logits(theirs, features, tokens, groups, members)
-    torch.testing.assert_close(network.lm_head(network.lm_states(states)), expected, **CLOSE)
+    assert_near(network.lm_head(network.lm_states(states)), expected)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def test_cached_drafts_equal_those_of_whole_texts(kind, name, target, tmp_path, 
             pairs = features[:, :count], text[:, 1 : count + 1]
             masks = (torch.tensor([count - 1]), torch.tensor([1])) if kind == "peagle" else ()
             expected = their_logits(theirs, *pairs, *masks)[:, count - 1 :]
-            torch.testing.assert_close(drafter.network.lm_head(states[row])[None], expected, **CLOSE)
+            assert_near(drafter.network.lm_head(states[row])[None], expected)
             compared.add((row, count))
     starts = [{count for one, count in compared if one == row} for row in range(3)]
     assert all(len(prompt) in found for prompt, found in zip(prompts, starts, strict=True))  # the first block

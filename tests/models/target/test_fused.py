@@ -9,8 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lib.families import VOCAB_SIZE, build_model, random_prompts
-from lib.scoring import assert_near, random_tree, score
+from lib.scoring import random_tree, score
 from lib.scripted_drafters import oracle
+from lib.tensors import assert_near
 from lib.tolerances import FLOOR
 from specdec.loop.decoder import Decoder
 from specdec.models.target import fused

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lib.families import FAMILIES, build_model, random_prompts
-from lib.scoring import assert_near, random_tree, score
+from lib.scoring import random_tree, score
+from lib.tensors import assert_near
 from specdec.models.target import fused
 from specdec.models.target.rotary import RotaryTable
 from specdec.models.target.target import Target

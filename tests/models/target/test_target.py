@@ -22,7 +22,8 @@ from transformers import (
 
 import specdec
 from lib.families import FAMILIES, build_model, pad, random_prompts
-from lib.scoring import TREE, assert_near, random_tree, score
+from lib.scoring import TREE, random_tree, score
+from lib.tensors import assert_near
 from specdec.models.target import families
 from specdec.models.target.target import Target
 
