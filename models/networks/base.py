@@ -13,8 +13,8 @@ from torch import nn
 
 from specdec.kernels.common.launch import Backend
 
-__all__ = ["DraftNetwork", "OwnVocabulary", "check_target_width", "check_tensors", "draft_vocabulary_size"]
-__all__ += ["load_strictly"]
+__all__ = ["DraftNetwork", "OwnVocabulary", "check_mask_token", "check_target_width", "check_tensors"]
+__all__ += ["draft_vocabulary_size", "load_strictly"]
 
 
 class DraftNetwork(nn.Module):
@@ -62,6 +62,12 @@ def draft_vocabulary_size(size: int | None, vocab_size: int, *, shares_lm_head: 
     if shares_lm_head and size != vocab_size:
         raise ValueError(f"shares_lm_head: expected False with a draft vocabulary of {size} tokens, got True")
     return size
+
+
+def check_mask_token(token: int, vocab_size: int) -> None:
+    """Raise ValueError for a mask that is no token."""
+    if not 0 <= token < vocab_size:
+        raise ValueError(f"mask_token_id: expected a token below {vocab_size}, the vocabulary's size, got {token}")
 
 
 def check_target_width(config: Any) -> None:

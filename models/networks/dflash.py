@@ -27,6 +27,7 @@ from specdec.kernels.common.words import pack_words
 from specdec.models.common.ops import rms_normed
 from specdec.models.networks.base import (
     OwnVocabulary,
+    check_mask_token,
     check_target_width,
     draft_vocabulary_size,
 )
@@ -154,11 +155,7 @@ class DFlashConfig(LayerNetworkConfig):
             raise ValueError(f"tap_layers: expected at least one layer, each of them once, got {self.tap_layers}")
         if self.block_size < self.least_block:
             raise ValueError(f"block_size: expected at least {self.least_block}, got {self.block_size}")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id: expected a token below {self.vocab_size}, the vocabulary's size, got "
-                f"{self.mask_token_id}"
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
         if self.num_layers < 1:
             raise ValueError(f"num_layers: expected at least 1, got {self.num_layers}")
         size = draft_vocabulary_size(self.draft_vocab_size, self.vocab_size, shares_lm_head=self.shares_lm_head)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from specdec.models.networks.base import check_mask_token
 from specdec.models.networks.eagle3 import Eagle3Config, Eagle3Network
 from specdec.models.networks.layer import LayerwiseAttention, MaskedAttention
 from specdec.models.networks.parallelspec import group_mask
@@ -43,11 +44,7 @@ class PEagleConfig(Eagle3Config):
 
     def __post_init__(self) -> None:
         Eagle3Config.__post_init__(self)
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id: expected a token below {self.vocab_size}, the vocabulary's size, got "
-                f"{self.mask_token_id}"
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
         if self.num_masks < 0:
             raise ValueError(f"num_masks: expected at least 0, got {self.num_masks}")
 

@@ -86,11 +86,6 @@ class DFlash(NetworkDrafter):
         return DynamicTree(depth=cls.most_grown - 1).cut(cls.depth_limit(config)[0])
 
     @property
-    def can_sample(self) -> bool:
-        """Whether the tree is static: one that grows takes the most probable paths and is no sample."""
-        return isinstance(self.shape, TreeShape)
-
-    @property
     def proposes(self) -> torch.Tensor | None:
         """As `Drafter`."""
         return self.network.target_ids if self.network.has_own_vocabulary else None

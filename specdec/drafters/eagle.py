@@ -69,11 +69,6 @@ class Eagle(NetworkDrafter):
         if shape.depth * shape.top_k > MAX_NODES:
             raise ValueError(f"depth: expected depth * top_k up to {MAX_NODES}, got {shape.depth * shape.top_k}")
 
-    @property
-    def can_sample(self) -> bool:
-        """Whether the tree is static: a dynamic one takes the most probable tokens and is no sample."""
-        return isinstance(self.shape, TreeShape)
-
     @classmethod
     def default_tree(cls, config: Any) -> TreeShape | DynamicTree:
         """EAGLE-1's published tree."""

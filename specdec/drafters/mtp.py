@@ -51,15 +51,8 @@ class Mtp(Eagle):
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """Keys and values of the layers, and of all but the last one the state at the newest token."""
+        super().allocate(room, device)
         config = self.network.config
-        self._prefix = self.new_prefix(
-            room,
-            device,
-            config.layer,
-            num_layers=config.num_layers,
-            feature_size=config.feature_size,
-            num_slots=self._num_slots,
-        )
         shape = config.num_layers - 1, room.batch_size, config.hidden_size
         self._newest = torch.zeros(shape, dtype=self._target.dtype, device=device)
 

@@ -70,8 +70,8 @@ class NetworkDrafter(Drafter):
 
     @property
     def can_sample(self) -> bool:
-        """Yes: candidates come from the network's logits."""
-        return True
+        """Whether the tree is static: one that grows takes the most probable paths and is no sample of the network."""
+        return isinstance(self.shape, TreeShape)
 
     @classmethod
     @abstractmethod

@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.drafter_checks import begin
+from lib.drafter_checks import start_texts
 from lib.families import build_model
 from specdec.drafters.weightless.prompt_lookup import PromptLookup
-from specdec.drafting.base import Prompt
 from specdec.drafting.candidates import Best
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import Target
@@ -27,16 +26,6 @@ def search(text: list[int], max_ngram: int, num_tokens: int) -> list[int]:
     return []
 
 
-def start(drafter, prompts, max_new=40):
-    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
-    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-    drafter.bind(TARGET)
-    begin(drafter, Prompt(tokens, lengths, int(lengths.max()) + max_new), None)
-    return lengths
-
-
 def proposed(tree, row):
     return [int(token) for token, parent in zip(tree.tokens[row], tree.parent[row], strict=True) if parent >= 0]
 
@@ -48,7 +37,7 @@ def test_proposes_what_a_plain_search_finds(data):
     num_tokens = data.draw(st.integers(1, 6))
     texts = data.draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=12), min_size=1, max_size=3))
     drafter = PromptLookup(max_ngram=max_ngram, num_draft_tokens=num_tokens)
-    start(drafter, texts)
+    start_texts(drafter, TARGET, texts)
     roots = [data.draw(st.integers(1, 4)) for _ in texts]
     finished = [False] * len(texts)
     for _ in range(4):

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.drafter_checks import begin
+from lib.drafter_checks import start_texts
 from lib.families import build_model
 from specdec.drafters.load import load_drafter
 from specdec.drafters.weightless.suffix import Suffix
-from specdec.drafting.base import Prompt
 from specdec.drafting.candidates import Best
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import Target
@@ -52,15 +51,6 @@ def reaches(text, others, longest, depth):
     return best
 
 
-def start(drafter, prompts, max_new=40):
-    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
-    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-    drafter.bind(TARGET)
-    begin(drafter, Prompt(tokens, lengths, int(lengths.max()) + max_new), None)
-
-
 def write(drafter, answer):
     """Let a generation of one row emit these tokens, one a step."""
     for token in answer:
@@ -99,7 +89,7 @@ def test_proposes_the_likeliest_continuations(data):
     corpus = data.draw(st.none() | st.lists(st.lists(TOKENS, max_size=9), min_size=1, max_size=3))
     limits = {"num_draft_tokens": num_draft_tokens, "max_depth": depth, "max_match": longest}
     drafter = Suffix(**limits, corpus=corpus, min_probability=0.0101, num_occurrences=64)
-    start(drafter, texts)
+    start_texts(drafter, TARGET, texts)
     for step in range(4):
         roots = [data.draw(TOKENS) for _ in texts]
         tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), Best())
@@ -123,7 +113,7 @@ def test_looks_at_the_longest_matches_first():
     """Of many occurrences of the last token only those count that a longer end of the text has."""
     text = [7, 8, 9, 5, *([1, 9, 6] * 20), 7, 8]
     drafter = Suffix(num_draft_tokens=3, num_occurrences=2)
-    start(drafter, [text])
+    start_texts(drafter, TARGET, [text])
     assert (5,) in paths_of(drafter.draft(torch.tensor([9], dtype=torch.int32), Best()), 0)
 
 
@@ -131,9 +121,9 @@ def test_answers_of_earlier_calls_are_kept_and_the_oldest_go_first():
     drafter = Suffix(shared=True, max_corpus_tokens=24, max_match=2, num_draft_tokens=4)
     answers = [[*range(10, 20)], [*range(20, 30)], [*range(30, 40)]]
     for answer in answers:
-        start(drafter, [[1, 2]])
+        start_texts(drafter, TARGET, [[1, 2]])
         write(drafter, answer)
-    start(drafter, [[1, 2]])
+    start_texts(drafter, TARGET, [[1, 2]])
     proposed = {
         answer[0]: paths_of(drafter.draft(torch.tensor([answer[0]], dtype=torch.int32), Best()), 0)
         for answer in answers
@@ -144,9 +134,9 @@ def test_answers_of_earlier_calls_are_kept_and_the_oldest_go_first():
 
 def test_a_prompt_is_not_shared():
     drafter = Suffix(shared=True)
-    start(drafter, [[*range(1, 20)]])
+    start_texts(drafter, TARGET, [[*range(1, 20)]])
     write(drafter, [*range(20, 40)])
-    start(drafter, [[40]])
+    start_texts(drafter, TARGET, [[40]])
     assert paths_of(drafter.draft(torch.tensor([25], dtype=torch.int32), Best()), 0)
     assert not paths_of(drafter.draft(torch.tensor([5], dtype=torch.int32), Best()), 0)
 

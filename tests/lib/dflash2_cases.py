@@ -2,7 +2,7 @@
 
 import torch
 
-from lib.references import qwen3_config, reference
+from lib.references import block_settings, reference
 from specdec.models.networks.blocks.dflash2 import DFlash2Config, DFlash2Network
 
 SELECTOR = {"selector_rank": 4, "selector_top_k": 4}
@@ -32,11 +32,7 @@ def their_model(config):
     theirs = reference("speculators.models.dflash2")
     made = theirs.DFlash2DraftModel(
         theirs.DFlash2SpeculatorConfig(
-            transformer_layer_config=qwen3_config(config),
-            draft_vocab_size=config.vocab_size,
-            block_size=config.block_size,
-            aux_hidden_state_layer_ids=[layer + 1 for layer in config.tap_layers],
-            mask_token_id=config.mask_token_id,
+            **block_settings(config),
             conv_kernel_size=config.conv_kernel_size,
             conv_group_size=config.conv_group_size,
             selector_rank=config.selector_rank,

@@ -1,6 +1,7 @@
 """Checks that every drafter must pass, whatever it is made of."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 
@@ -129,6 +130,16 @@ def begin(drafter: Drafter, prompt: Prompt, output) -> None:
     width = prompt.tokens.shape[1]
     drafter.allocate(Room(len(prompt.tokens), prompt.max_length, width, prompt.max_length - width), torch.device("cpu"))
     drafter.start(prompt, output)
+
+
+def start_texts(drafter: Drafter, target: Target, prompts, max_new: int = 40) -> None:
+    """Begin with lists of tokens, with a drafter that does not ask the target."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
+    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    drafter.bind(target)
+    begin(drafter, Prompt(tokens, lengths, int(lengths.max()) + max_new), SimpleNamespace(first=0))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.references import qwen3_config, reference
+from lib.references import block_settings, reference
 from specdec.models.networks.dspark import DSparkConfig, DSparkNetwork
 from specdec.models.target.target import Target
 
@@ -49,11 +49,7 @@ def their_config(config: DSparkConfig):
     """The configuration of speculators' model of these sizes."""
     theirs = reference("speculators.models.dspark")
     return theirs.DSparkSpeculatorConfig(
-        transformer_layer_config=qwen3_config(config),
-        draft_vocab_size=config.num_draft_tokens,
-        block_size=config.block_size,
-        aux_hidden_state_layer_ids=[layer + 1 for layer in config.tap_layers],
-        mask_token_id=config.mask_token_id,
+        **block_settings(config),
         markov_rank=config.markov_rank,
         markov_head_type=config.markov_head_type,
         enable_confidence_head=config.has_confidence,

@@ -21,8 +21,19 @@ def reference(module: str) -> ModuleType:
         pytest.skip(f"needs {module.partition('.')[0]}, which `make references` installs ({error})")
 
 
-def qwen3_config(config: Any) -> Any:
-    """transformers' configuration of Qwen3 layers of the sizes of a network of ours, which speculators' models take."""
+def block_settings(config: Any, **layer_settings: Any) -> dict[str, Any]:
+    """What speculators' configurations of blocks (DFlash, DFlash2, DSpark) have in common, of a network of ours."""
+    return {
+        "transformer_layer_config": _qwen3_config(config, **layer_settings),
+        "draft_vocab_size": config.num_draft_tokens,
+        "block_size": config.block_size,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.tap_layers],
+        "mask_token_id": config.mask_token_id,
+    }
+
+
+def _qwen3_config(config: Any, **settings: Any) -> Any:
+    """transformers' configuration of Qwen3 layers of the sizes of a network of ours."""
     from transformers import Qwen3Config
 
     layer = config.layer
@@ -37,6 +48,7 @@ def qwen3_config(config: Any) -> Any:
         max_position_embeddings=layer.max_position_embeddings,
         rms_norm_eps=layer.rms_norm_eps,
         rope_parameters=dict(layer.rope_parameters),
+        **settings,
     )
     sizes._attn_implementation = "eager"
     return sizes

@@ -110,7 +110,7 @@ class Suffix(Drafter):
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Take the prompt as the text to search."""
-        if self._others is not None and (output is None or output.first == 0):
+        if self._others is not None and output.first == 0:
             self._others.begin(self._texts, self._prompt_lengths)
             self._prompt_lengths.copy_(prompt.lengths)
         self._texts.start(prompt)
@@ -143,15 +143,7 @@ class Suffix(Drafter):
             max_depth=self.shape.max_depth,
             backend=self._backend,
         )
-        return DraftTree(
-            tree.tokens,
-            tree.parent,
-            tree.depth,
-            tree.ancestors,
-            deepest=tree.deepest,
-            max_depth=self.shape.max_depth,
-            num_fixed=1,
-        )
+        return DraftTree.of(tree, self.shape.max_depth)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Append the accepted tokens."""

@@ -29,10 +29,11 @@ class DSparkObjective(DFlashObjective):
     Args:
         network: what is trained.
         target: the frozen target.
-        confidence_weight: c of the equation; nothing of it where the network has no such head.
+        gamma: as of `DFlashObjective`.
+        num_anchors: as of `DFlashObjective`.
         cross_entropy_weight: a of the equation.
         distance_weight: d of the equation.
-        switches: further ones of `DFlashObjective`.
+        confidence_weight: c of the equation; nothing of it where the network has no such head.
 
     Raises:
         ValueError: as `DFlashObjective`.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lib.dflash_cases import drafted_states
-from lib.references import reference
+from lib.references import block_settings, reference
 from lib.tensors import assert_near
 from specdec.models.common.packing import pack_network
 from specdec.models.networks.dflash import DFlashConfig, DFlashNetwork, default_tap_layers
@@ -65,32 +65,8 @@ def test_a_cached_block_is_that_of_the_whole_text(name, backend):
 def their_model(config, mask_of, **changes):
     """A network of speculators with the sizes of ours and random weights."""
     theirs = reference("speculators.models.dflash")
-    from transformers import Qwen3Config
-
-    layer = config.layer
-    sizes = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=layer.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        max_position_embeddings=layer.max_position_embeddings,
-        rope_parameters=dict(layer.rope_parameters),
-        **changes,
-    )
-    sizes._attn_implementation = "eager"
-    return theirs.DFlashDraftModel(
-        theirs.DFlashSpeculatorConfig(
-            transformer_layer_config=sizes,
-            draft_vocab_size=VOCAB,
-            block_size=BLOCK,
-            aux_hidden_state_layer_ids=[layer + 1 for layer in config.tap_layers],
-            mask_token_id=config.mask_token_id,
-            **mask_of,
-        )
-    ).eval()
+    config = theirs.DFlashSpeculatorConfig(**block_settings(config, **changes), **mask_of)
+    return theirs.DFlashDraftModel(config).eval()
 
 
 @torch.no_grad()
