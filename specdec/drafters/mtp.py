@@ -21,13 +21,12 @@ from typing import ClassVar
 import torch
 
 from specdec.drafters.eagle import Eagle
-from specdec.drafting.base import Prompt, Room
+from specdec.drafting.base import Room
 from specdec.models.common.passes import PromptPass, TreePass
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import CachedAttention
 from specdec.models.networks.mtp import MtpNetwork
 from specdec.models.networks.prefix import Pairs
-from specdec.models.target.target import PrefillOutput
 
 __all__ = ["Mtp"]
 
@@ -50,17 +49,14 @@ class Mtp(Eagle):
     network: MtpNetwork
 
     def allocate(self, room: Room, device: torch.device) -> None:
-        """Keys and values of the layers, and of all but the last one the state at the newest token."""
+        """Keys and values of the layers, and of all but the last one the state at the newest token.
+
+        What a generation before left there is never read: a layer's first pair comes after one of the layer before.
+        """
         super().allocate(room, device)
         config = self.network.config
         shape = config.num_layers - 1, room.batch_size, config.hidden_size
         self._newest = torch.zeros(shape, dtype=self._target.dtype, device=device)
-
-    def start(self, prompt: Prompt, output: PrefillOutput) -> None:
-        """Read the prompt."""
-        if output.first == 0:
-            self._newest.zero_()
-        super().start(prompt, output)
 
     def _follow(self, pairs: Pairs) -> torch.Tensor:
         """As `Eagle`; a layer reads at each pair what the layer before made of the pair before."""
