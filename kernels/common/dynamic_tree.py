@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Beam", "RerankedTree"]
+__all__ = ["Beam", "MergedTree", "RerankedTree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +65,16 @@ class RerankedTree:
             deepest=root.new_empty(batch),
             index=root.new_empty(batch, num_nodes),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTree(RerankedTree):
+    """The best nodes of what several drafters propose, in the order of their choice, and what each size is worth.
+
+    Attributes:
+        index: [B, N] int32, first candidate of the pool that stands for the node; -1 for the root and for padding.
+        gains: [G, B, L] float32, entry n: draft tokens that a tree of the best n draft nodes of a group of drafters is
+            expected to have accepted, the sum of their reach; 0 at n = 0.
+    """
+
+    gains: torch.Tensor
