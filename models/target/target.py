@@ -121,6 +121,12 @@ class Target:
         """
         return value if self.sharding is None else self.sharding.broadcast_from_first(value)
 
+    def agree(self, number: int) -> int:
+        """The first process's number, where the model is sharded over several; else the number itself."""
+        if self.sharding is None:
+            return number
+        return int(self.sharding.broadcast_from_first(torch.tensor([number], device=self.device)))
+
     def new_cache(self, batch_size: int, capacity: int, device: torch.device | None = None) -> KVCache:
         """A zeroed cache for `batch_size` rows of `capacity` slots (tokens and tree nodes) each.
 

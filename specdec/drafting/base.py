@@ -11,6 +11,7 @@ import torch
 
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
+from specdec.drafting.planning import Planner
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import AnyTreeLike, DynamicTree
@@ -95,6 +96,23 @@ class Drafter(ABC):
         if tree is not None:
             raise ValueError(f"tree: expected None with {cls.kind}, whose settings say what it proposes, got {tree!r}")
         return cls(**settings)
+
+    @property
+    def num_ways(self) -> int:
+        """Ways to go through a step that it knows."""
+        return 1
+
+    @property
+    def forecast(self) -> torch.Tensor | None:
+        """[K] int32, what a planner is told after every step; None with one way."""
+        return None
+
+    def planner(self) -> Planner:
+        """What chooses the ways of a generation that begins; of the copy that has its memory."""
+        return Planner()
+
+    def take(self, way: int) -> None:
+        """Go through the next step in this way, below `num_ways`."""
 
     @property
     def can_sample(self) -> bool:

@@ -17,6 +17,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 from specdec.drafting.base import Drafter, Room
 from specdec.loop.follower import Follower
@@ -62,10 +63,13 @@ def length_bucket(max_length: int, max_positions: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A recording, and the generation that it was made of: what the recording reads lives as long as it does."""
+    """Recordings, one for each way of the drafter, and the generation that they were made of.
+
+    What the recordings read lives as long as it does.
+    """
 
     generation: Generation
-    recording: Recording
+    recordings: tuple[Recording, ...]
 
     @property
     def state(self) -> DecodeState:
@@ -152,14 +156,17 @@ class CapturedSteps:
         if len(memory.steps) >= MAX_RECORDINGS:
             memory.steps.popitem(last=False)
         try:
-            _check_state_stays(memory.drafter, generation.step)
-            recording = self.engine.record(generation.step)
+            recordings = []
+            for way in range(memory.drafter.num_ways):
+                step = partial(generation.step, way)
+                _check_state_stays(memory.drafter, step)
+                recordings.append(self.engine.record(step))
         except CannotCaptureError as error:
             _LOG.warning("the step of this model cannot be captured, so that it runs eagerly: %s", error)
             self.release()
             self.cannot_capture = True
             return None
-        memory.steps[key] = CapturedStep(generation, recording)
+        memory.steps[key] = CapturedStep(generation, tuple(recordings))
         return memory.steps[key]
 
     def run(self, step: CapturedStep, follower: Follower, max_steps: int) -> None:
@@ -173,7 +180,7 @@ class CapturedSteps:
         reader = self.engine.reader(LAG + 1, follower.message_size)
         reader.push(follower.message())
         for sent in range(1, max_steps + 1):
-            step.recording.replay()
+            step.recordings[follower.way()].replay()
             reader.push(follower.message())
             if sent >= LAG and not follower.take(reader.pop()):
                 return

@@ -179,13 +179,13 @@ class Decoder:
                 advice = f"lower prefill_chunk_size (here {num_tokens} tokens of {rows} rows at a time) or the batch"
                 with self._explaining_lack_of_memory(num_rows, max_length, advice):
                     output = generation.begin(prompt, max_new_tokens, seeds, prefill_chunk_size=chunk_size)
-            follower = Follower(state, num_rows, on_step, reads_output=host_reads)
+            follower = Follower(state, drafter, num_rows, on_step, reads_output=host_reads)
             if captured is None:
                 while follower.take(follower.message().tolist(), output):
-                    output = generation.step()
+                    output = generation.step(self.target.agree(follower.way()))
             else:
                 self._replay(captured, generation, follower, max_new_tokens - 1)
-            return self._result(generation, num_rows, is_captured=captured is not None, keep_cache=keep_cache)
+            return self._result(generation, follower, num_rows, is_captured=captured is not None, keep_cache=keep_cache)
 
     def warmup(
         self,
@@ -373,7 +373,9 @@ class Decoder:
             if int(generation.state.progress[1]) >= 0:  # in a surplus replay, too
                 self.captured.release()  # the cache holds NaN, which masked lanes of later calls would read
 
-    def _result(self, generation: Generation, num_rows: int, *, is_captured: bool, keep_cache: bool) -> DecodeResult:
+    def _result(
+        self, generation: Generation, follower: Follower, num_rows: int, *, is_captured: bool, keep_cache: bool
+    ) -> DecodeResult:
         """What the first `num_rows` rows emitted, rows that fill a bucket up left out."""
         state, timer = generation.state, generation.timer
         num_emitted, deepest, num_steps = state.counts(num_rows)
@@ -385,6 +387,7 @@ class Decoder:
             num_target_passes=num_steps,
             captured=is_captured,
             spans_ms=timer.spans_ms(),
+            plan=follower.report(num_steps),
         )
         cache = None
         if keep_cache:

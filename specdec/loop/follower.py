@@ -3,12 +3,16 @@
     message()        on the device: what there is to tell after a step; a copy of it goes to the host
     take(message)    on the host: tells the caller's code, ends the rows that it ends; whether any row still runs
 
+    way()            on the host: how the next step is gone through, from what the messages before it told
+
 The eager loop takes the message of a step before it runs the next one. The captured loop has sent further replays by
 then: what they do to a row that has ended in the meantime is taken back, so that both loops give the same.
 """
 
 import torch
 
+from specdec.drafting.base import Drafter
+from specdec.drafting.planning import PlanReport
 from specdec.loop.state import DecodeState
 from specdec.loop.step import NonFiniteLogitsError, OnStep, StepOutput, StepReport
 
@@ -20,15 +24,24 @@ class Follower:
 
     Args:
         state: of the generation.
+        drafter: of the generation.
         num_rows: rows that somebody asked for, the first ones of the state's.
         on_step: code of the caller's.
         reads_output: whether it reads what a step computed beside the new tokens.
     """
 
     def __init__(
-        self, state: DecodeState, num_rows: int, on_step: OnStep | None = None, *, reads_output: bool = False
+        self,
+        state: DecodeState,
+        drafter: Drafter,
+        num_rows: int,
+        on_step: OnStep | None = None,
+        *,
+        reads_output: bool = False,
     ) -> None:
         self._state = state
+        self._planner = drafter.planner()
+        self._forecast = drafter.forecast
         self._on_step = on_step
         self._reads_output = reads_output
         self._num_steps = -1  # whose messages were taken; the prompt's is that of step 0
@@ -39,21 +52,33 @@ class Follower:
     @property
     def message_size(self) -> int:
         """Numbers in a message."""
-        return 2 if self._on_step is None else 2 + len(self._num_output) * (2 + self._newest.shape[0])
+        rows = 0 if self._on_step is None else len(self._num_output) * (2 + self._newest.shape[0])
+        return 2 + rows + (0 if self._forecast is None else self._forecast.shape[0])
+
+    def way(self) -> int:
+        """How to go through the next step."""
+        return self._planner.choose()
+
+    def report(self, num_steps: int) -> PlanReport | None:
+        """What was chosen in so many steps; None where there was no choice."""
+        num_rows = len(self._num_output)
+        return self._planner.report(self._state.steps[1 : num_steps + 1, 0, :num_rows].sum(1).tolist())
 
     def message(self) -> torch.Tensor:
         """What there is to tell after a step, on the device; nothing waits for it.
 
         Returns:
-            int32, `progress`; and if there is code of the caller's, of all rows the tokens emitted, the budgets and the
-            newest tokens, each of the last `width` places one.
+            int32, `progress`; what the drafter foresees, where it knows several ways; and if there is code of the
+            caller's, of all rows the tokens emitted, the budgets and the newest tokens, each of the last `width` places
+            one.
         """
         state, num_rows = self._state, len(self._num_output)
-        if self._on_step is None:
-            return state.progress
-        num_output = state.num_output[:num_rows]
-        newest = state.output[:num_rows].gather(1, (num_output[:, None] + self._newest).clamp_(min=0))
-        return torch.cat((state.progress, num_output, state.budget[:num_rows], newest.flatten()))
+        parts = [state.progress] if self._forecast is None else [state.progress, self._forecast]
+        if self._on_step is not None:
+            num_output = state.num_output[:num_rows]
+            newest = state.output[:num_rows].gather(1, (num_output[:, None] + self._newest).clamp_(min=0))
+            parts += [num_output, state.budget[:num_rows], newest.flatten()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def take(self, message: list[int], output: StepOutput | None = None) -> bool:
         """Take in the next message.
@@ -73,6 +98,10 @@ class Follower:
             where = "while the prompt was run (step 0)" if first_nan_step == 0 else f"at step {first_nan_step}"
             raise NonFiniteLogitsError(f"model: expected finite logits, got NaN {where}")
         self._num_steps += 1
+        if self._forecast is not None:
+            forecast, rows = rows[: self._forecast.shape[0]], rows[self._forecast.shape[0] :]
+            if self._num_steps > 0:  # the prompt's pass chose nothing
+                self._planner.observe(forecast)
         if self._on_step is None:
             return bool(is_running)
         num_rows, width = len(self._num_output), self._newest.shape[0]

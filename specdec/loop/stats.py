@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.drafting.planning import PlanReport
+
 __all__ = ["AcceptanceStats"]
 
 
@@ -19,6 +21,7 @@ class AcceptanceStats:
         captured: whether the steps were replayed from one that was captured as a CUDA graph. Then times_ms has one
             entry for all of them, `steps`, instead of those from draft to commit. False on a CPU.
         spans_ms: name, begin and end of every phase in milliseconds since prefill began, in order of their beginning.
+        plan: with a drafter of several ways, what was chosen step by step, and what came of it; otherwise None.
     """
 
     num_emitted: list[list[int]]
@@ -28,10 +31,11 @@ class AcceptanceStats:
     num_target_passes: int
     captured: bool = False
     spans_ms: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
+    plan: PlanReport | None = field(default=None, repr=False)
 
     @classmethod
     def merged(cls, stats: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
-        """The statistics of several generations as if their rows were one batch; without spans."""
+        """The statistics of several generations as if their rows were one batch; without spans and plan."""
         times: dict[str, float] = {}
         for one in stats:
             for phase, value in one.times_ms.items():

@@ -112,13 +112,14 @@ class Generation:
         state.emit(verdict, is_first, scores.has_nan, self.stop_tokens, grows=False)
         return StepOutput(verdict.path, scores, processed)
 
-    def step(self) -> StepOutput:
-        """One step. Emits `num_accepted + 1` tokens per running row.
+    def step(self, way: int = 0) -> StepOutput:
+        """One step, in one of the drafter's ways. Emits `num_accepted + 1` tokens per running row.
 
         Without `may_ask` it never asks the device for anything, and its shapes do not depend on data: the loop may run
         it as it is, or capture it once and replay it.
         """
         state = self.state
+        self.drafter.take(way)
         with self.timer.phase("draft"):
             choose = self.rule.chooser(self.processing.law(state.settings), state.uniforms)
             tree = self.target.broadcast_from_first(self.drafter.draft(state.root, choose))

@@ -19,6 +19,7 @@ from specdec.drafters.load import load_drafter
 from specdec.drafting.base import Room
 from specdec.loop.captured import LAG
 from specdec.loop.decoder import Decoder
+from specdec.drafters.weightless.none import NoDrafter
 from specdec.loop.follower import Follower
 from specdec.loop.rules import choose_rule
 from specdec.loop.step import NonFiniteLogitsError
@@ -176,7 +177,7 @@ def test_nan_in_a_surplus_replay_frees_the_memory_and_is_no_error(monkeypatch):
 def test_neither_the_message_nor_an_end_waits_for_the_device(monkeypatch):
     decoder = Decoder(build_target(), make_drafter("draft_tree"))
     state = decoder._new_state(Room(3, 40, 10, 20), torch.device("cpu"))
-    follower = Follower(state, 2, lambda report: None)
+    follower = Follower(state, NoDrafter(), 2, lambda report: None)
     guard = Guard()
     with pytest.MonkeyPatch.context() as patch:
         guard.forbid(patch)
