@@ -19,6 +19,7 @@ class PlannedStep:
     Attributes:
         members: the drafters that proposed, by name; none in plain decoding.
         num_nodes: nodes that the target scored per row, root included.
+        num_rows: rows that were running.
         predicted: tokens that all running rows together were expected to emit, by the reach of the nodes.
         cost_ms: what the step was expected to take by the table of costs; 0 without one.
         plain_ms: the same of a step of plain decoding.
@@ -26,6 +27,7 @@ class PlannedStep:
 
     members: tuple[str, ...]
     num_nodes: int
+    num_rows: int
     predicted: float
     cost_ms: float
     plain_ms: float
@@ -64,9 +66,10 @@ class PlanReport:
 
     def _speedup(self, tokens: Sequence[float]) -> float:
         spent = sum(step.cost_ms for step in self.steps)
-        plain = sum(count * step.plain_ms for count, step in zip(tokens, self.steps, strict=True))
-        rows = max(self.emitted[0], 1) if self.emitted else 1
-        return plain / (spent * rows) if spent else float("nan")
+        plain = sum(
+            count * step.plain_ms / max(step.num_rows, 1) for count, step in zip(tokens, self.steps, strict=True)
+        )
+        return plain / spent if spent else float("nan")
 
     def __str__(self) -> str:
         ways: dict[tuple[tuple[str, ...], int], list[int]] = {}

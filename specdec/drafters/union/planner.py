@@ -1,0 +1,275 @@
+"""Which drafters propose in the next step, and how large the tree may be: what is worth most tokens per second.
+
+After every step the device tells how many tokens each set of the drafters that had proposed was expected to get with
+each number of nodes, by calibrated reach (`reach.py`). The planner keeps a running mean of these and divides by what such
+a step costs. A drafter that is left out tells nothing, so it is asked again: the longer it was not worth it, the more
+rarely, but never so rarely that it could not come back, and the more often the less it costs. Nothing here looks at a
+clock or at the device, so that it can be simulated.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specdec.drafters.union.costs import WayCosts
+from specdec.drafting.planning import PlannedStep, Planner, PlanReport
+
+__all__ = ["FIXED_POINT", "PLAIN", "Choices", "Way", "WayPlanner", "ladder"]
+
+FIXED_POINT = 1024
+"""Expected tokens come from the device as integers, multiples of 1 / FIXED_POINT."""
+
+PLAIN = 0
+"""The set of no drafters, and the number of the way that is plain decoding."""
+
+SIZES = (1, 4, 12, 32, 64, 128, 256)
+"""Nodes of trees of which each is captured by itself; and the budget. With the root alone drafters are only asked."""
+
+_LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+_SMOOTHING = 0.2  # weight of the newest step in a running mean
+_FIRST_WAIT = 4  # steps before a drafter that was left out is asked again
+_MOST_WAIT = 64
+_SHARE = 0.015  # of the time of plain decoding that asking again may take, per drafter
+
+
+def ladder(budget: int) -> tuple[int, ...]:
+    """Numbers of nodes, root included, that trees are weighed at."""
+    return (*(size for size in _LADDER if size < budget), budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way through a step.
+
+    Attributes:
+        group: the drafters that propose, as bits.
+        num_nodes: most nodes of the tree, root included.
+        parts: the sets of drafters, as bits, that this step tells something about; the group itself is the first.
+    """
+
+    group: int
+    num_nodes: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All ways, and what each costs.
+
+    Attributes:
+        names: of the drafters.
+        budget: nodes of the largest tree, root included.
+        costs: of a step; None where nothing was measured: all drafters then propose in every step.
+        backlog: most tokens that may wait for a drafter which does not draft.
+        most_emitted: tokens that a step emits per row at most.
+        ways: plain decoding first.
+    """
+
+    names: tuple[str, ...]
+    budget: int
+    costs: WayCosts | None
+    backlog: int
+    most_emitted: int
+    ways: tuple[Way, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        everyone = (1 << len(self.names)) - 1
+        singles = [1 << number for number in range(len(self.names))]
+        groups = singles if len(singles) == 1 else [*singles, everyone]
+        sizes = [size for size in SIZES if size < self.budget] + [self.budget]
+        if self.costs is None:
+            groups, sizes = [everyone], [self.budget]
+        ways = [Way(PLAIN, 1, ())]
+        for group in groups:
+            parts = (group, *(part for part in groups if part & group == part and part != group))
+            ways += [Way(group, size, parts) for size in sizes]
+        object.__setattr__(self, "ways", tuple(ways))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of nodes that trees are weighed at."""
+        return ladder(self.budget)
+
+    @property
+    def num_parts(self) -> int:
+        """Most sets of drafters that a way tells about."""
+        return max(len(way.parts) for way in self.ways)
+
+
+class WayPlanner(Planner):
+    """Chooses among the ways of a union of drafters.
+
+    Args:
+        choices: what there is.
+        batch_size: rows that are decoded together, padding included.
+        may_ask: whether trees are cut in the step itself to the size that is worth most: then only the largest trees
+            are chosen among.
+    """
+
+    def __init__(self, choices: Choices, batch_size: int, *, may_ask: bool) -> None:
+        self.choices = choices
+        self._batch_size = batch_size
+        self._may_ask = may_ask
+        largest = [way for way in choices.ways if way.group == PLAIN or way.num_nodes == choices.budget]
+        self._allowed = largest if may_ask else list(choices.ways)
+        self._gains: dict[tuple[int, int], float] = {}  # draft tokens expected, by set and size
+        self._spent: dict[int, float] = {}  # where trees are cut in the step: its expected time, by set
+        self._seen: dict[int, int] = {}  # by set, the step that last told something about it
+        members = range(len(choices.names))
+        self._waits = [_FIRST_WAIT] * len(members)
+        self._most_waits = [self._most_wait(number) for number in members]
+        self._num_rows = batch_size
+        self.begin()
+
+    def begin(self, finish: Callable[[], Sequence[int]] = list) -> None:
+        """Begin a generation: what was learnt about sets and sizes stays.
+
+        Args:
+            finish: called at its end; gives per drafter the accepted tokens that it had proposed.
+        """
+        self._finish = finish
+        self._step = 0
+        self._idle = [0] * len(self.choices.names)  # steps since each drafter drafted
+        self._unread = [0] * len(self.choices.names)  # tokens that may wait for each
+        self._pending: deque[tuple[int, int | None]] = deque()  # way and size of steps not heard of yet
+        self._asked: set[int] = set()  # drafters that are asked again
+        self._steps: list[PlannedStep] = []
+
+    def choose(self) -> int:
+        """As `Planner`. The first step of a generation asks all drafters."""
+        choices = self.choices
+        everyone = (1 << len(choices.names)) - 1
+        best = max(self._allowed, key=lambda way: (self._rate(way), -way.num_nodes))
+        due = [number for number in range(len(choices.names)) if not best.group >> number & 1 and self._is_due(number)]
+        if self._step == 0 or choices.costs is None:
+            best = self._best_of(everyone)
+        elif due:
+            self._asked.update(due)
+            wanted = best.group | sum(1 << number for number in due)
+            groups = {way.group for way in self._allowed if way.group & wanted == wanted}
+            best = self._best_of(min(groups, key=int.bit_count))
+        self._go(best)
+        return choices.ways.index(best)
+
+    def cut(self, gains: Sequence[float]) -> int:
+        """How many nodes of the tree that was just drafted to score; for steps that may be cut.
+
+        Args:
+            gains: draft tokens expected of all rows together, by size of the ladder.
+        """
+        number, _ = self._pending[-1]
+        way = self.choices.ways[number]
+        size = self._best_size(way.group, gains)
+        self._pending[-1] = number, size
+        return size
+
+    def observe(self, numbers: Sequence[int]) -> None:
+        """As `Planner`: running rows, the most tokens of a row, and per part of the way the gains by size."""
+        if not self._pending:
+            return  # of a replay that was surplus
+        number, cut_to = self._pending.popleft()
+        way, sizes = self.choices.ways[number], self.choices.sizes
+        self._num_rows, longest = (numbers[0], numbers[1]) if way.group else (self._num_rows, 1)
+        for member in range(len(self._unread)):
+            self._unread[member] += longest - self.choices.most_emitted
+        expected = 0.0
+        for place, part in enumerate(way.parts):
+            begin = 2 + place * len(sizes)
+            gains = [value / FIXED_POINT for value in numbers[begin : begin + len(sizes)]]
+            self._learn(part, gains)
+            if place == 0:
+                expected = gains[sizes.index(cut_to or way.num_nodes)]
+        if way.group:
+            self._judge(way)
+        self._note(way, cut_to or way.num_nodes, expected)
+
+    def report(self, emitted: Sequence[int]) -> PlanReport | None:
+        """As `Planner`."""
+        count = min(len(emitted), len(self._steps))
+        steps = tuple(self._steps[:count])
+        return PlanReport(self.choices.names, steps, tuple(emitted[:count]), tuple(self._finish()))
+
+    def _go(self, way: Way) -> None:
+        """Count what the step does to the drafters."""
+        for number in range(len(self._idle)):
+            drafts = way.group >> number & 1
+            self._idle[number] = 0 if drafts else self._idle[number] + 1
+            # until the step is heard of it may have emitted this many
+            self._unread[number] = (0 if drafts else self._unread[number]) + self.choices.most_emitted
+        self._pending.append((self.choices.ways.index(way), None))
+        self._step += 1
+
+    def _is_due(self, number: int) -> bool:
+        is_full = self._unread[number] + self.choices.most_emitted > self.choices.backlog
+        return is_full or self._idle[number] >= self._waits[number]
+
+    def _learn(self, part: int, gains: Sequence[float]) -> None:
+        """Take what one step told about a set of drafters into the running means."""
+        since = self._step - self._seen.get(part, self._step - 1)
+        weight = 1.0 if part not in self._seen else 1 - (1 - _SMOOTHING) ** max(since, 1)
+        self._seen[part] = self._step
+        costs = self.choices.costs
+        if self._may_ask and costs is not None:
+            size = self._best_size(part, gains)
+            spent = costs.of(part, size, self._batch_size)
+            gains = [gains[self.choices.sizes.index(size)]] * len(gains)
+            self._spent[part] = spent if part not in self._spent else self._spent[part] + weight * (
+                spent - self._spent[part]
+            )
+        for size, gain in zip(self.choices.sizes, gains, strict=True):
+            before = self._gains.get((part, size), gain)
+            self._gains[part, size] = before + weight * (gain - before)
+
+    def _judge(self, way: Way) -> None:
+        """Ask drafters again sooner that turned out to be worth it, and later those that did not."""
+        best = max(self._allowed, key=lambda one: (self._rate(one), -one.num_nodes))
+        for number in [one for one in self._asked if way.group >> one & 1]:
+            self._asked.discard(number)
+            is_worth_it = best.group >> number & 1
+            longer = min(2 * self._waits[number], self._most_waits[number])
+            self._waits[number] = _FIRST_WAIT if is_worth_it else longer
+
+    def _rate(self, way: Way) -> float:
+        """Expected tokens of all running rows per millisecond."""
+        costs, rows = self.choices.costs, self._num_rows
+        if costs is None:
+            return float(way.num_nodes)  # the largest tree
+        if not way.group:
+            return rows / costs.of(PLAIN, 1, self._batch_size)
+        gain = self._gains.get((way.group, way.num_nodes))
+        if gain is None:
+            return 0.0  # the first step of a generation tells something about every set
+        # where trees are cut in the step, what was scored is known, and not how large the tree might have been
+        spent = self._spent[way.group] if self._may_ask else costs.of(way.group, way.num_nodes, self._batch_size)
+        return (rows + gain) / spent
+
+    def _best_size(self, group: int, gains: Sequence[float]) -> int:
+        """The size of the ladder, or the root alone, that is worth most; `gains` by size."""
+        costs, sizes = self.choices.costs, self.choices.sizes
+        if costs is None:
+            return sizes[-1]
+        rates = [
+            (self._num_rows + gain) / costs.of(group, size, self._batch_size)
+            for size, gain in zip(sizes, gains, strict=True)
+        ]
+        return sizes[max(range(len(sizes)), key=lambda place: (rates[place], -place))]
+
+    def _best_of(self, group: int) -> Way:
+        """The best size for a set of drafters; as long as nothing is known they are only asked."""
+        return max((way for way in self._allowed if way.group == group), key=lambda way: (self._rate(way), -way.num_nodes))
+
+    def _most_wait(self, number: int) -> int:
+        """Steps after which a drafter is asked again in any case: the fewer, the less that costs."""
+        costs = self.choices.costs
+        if costs is None:
+            return _MOST_WAIT
+        plain = costs.of(PLAIN, 1, self._batch_size)
+        extra = costs.of(1 << number, 1, self._batch_size) - plain
+        return max(_FIRST_WAIT, min(_MOST_WAIT, round(extra / (_SHARE * plain))))
+
+    def _note(self, way: Way, num_nodes: int, expected: float) -> None:
+        costs = self.choices.costs
+        cost = 0.0 if costs is None else costs.of(way.group, num_nodes, self._batch_size)
+        plain = 0.0 if costs is None else costs.of(PLAIN, 1, self._batch_size)
+        members = tuple(name for number, name in enumerate(self.choices.names) if way.group >> number & 1)
+        self._steps.append(PlannedStep(members, num_nodes, self._num_rows, self._num_rows + expected, cost, plain))
