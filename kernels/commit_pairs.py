@@ -14,7 +14,7 @@ Shapes:     B requests, W places for pairs, N nodes, P nodes of the longest path
             tokens_, counts_   [B, W], [B]  int32, the token after each state, and how many pairs are real
             last_              [B]        int64, place of the last real pair; 0 if there is none
             states             [B, N, F]  as features_
-            path, emitted      [B, P]     int32, as in `Verdict`, -1 padded
+            path, emitted      [B, P]     int32, as in `Verdict`, -1 padded; P + keep <= W
             num_accepted       [B]        int32, draft tokens accepted; -1 for a finished row, which gains no pair
 Cost:       reads and writes B * W * F elements; bound by the launch
 Edges:      places past the last pair hold the root's state and token 0: what is computed there is never read
@@ -131,7 +131,7 @@ def commit_pairs(
         counts_: [B] int32, real pairs of each row, 0 to W; changed in place.
         last_: [B] int64, changed in place to the place of each row's last real pair, 0 if there is none.
         states: [B, N, F] as `features_`, of all nodes of the tree.
-        path: [B, P] int32, accepted nodes from the root down, -1 padded; P + keep is W.
+        path: [B, P] int32, accepted nodes from the root down, -1 padded; P + keep is at most W.
         emitted: [B, P] int32, tokens that the step emitted, -1 padded.
         num_accepted: [B] int32, accepted draft tokens, at most P - 1; -1 for a row that emitted nothing.
         keep: how many of the newest pairs stay.
@@ -150,7 +150,9 @@ def commit_pairs(
     check_tensor("counts_", counts_, shape=(batch,), dtype=torch.int32, device=device)
     check_tensor("last_", last_, shape=(batch,), dtype=torch.int64, device=device)
     check_tensor("states", states, shape=(batch, None, width), dtype=features_.dtype, device=device)
-    check_tensor("path", path, shape=(batch, num_places - keep), dtype=torch.int32, device=device)
+    check_tensor("path", path, shape=(batch, None), dtype=torch.int32, device=device)
+    if path.shape[1] + keep > num_places:
+        raise ValueError(f"path: expected at most {num_places - keep} nodes beside keep={keep}, got {path.shape[1]}")
     check_tensor("emitted", emitted, shape=path.shape, dtype=torch.int32, device=device)
     check_tensor("num_accepted", num_accepted, shape=(batch,), dtype=torch.int32, device=device)
     tensors = features_, tokens_, counts_, last_, states, path, emitted, num_accepted

@@ -9,6 +9,8 @@ its own guesses meanwhile is overwritten: keys and values are always made from t
     pending = read(root)       once per draft: the pairs to run now, and how
     advance()                  their keys and values belong to the committed text now
     commit(verdict, features)  once per step: the pairs that came in
+
+Drafts may be left out: pairs then wait behind those that were there, up to `max_new` of them.
 """
 
 from dataclasses import dataclass
@@ -61,19 +63,29 @@ class FeaturePrefix:
         cache: empty cache of the draft network, with a slot per committed token, for `max_new` pairs beyond, and for
             whatever the drafter itself writes beyond.
         layer: sizes of the network's layers.
-        max_new: most pairs that one step adds: the deepest tree's depth + 1.
+        max_new: most pairs that come in between two drafts.
         feature_size: F, width of the target's states.
         keep: newest pairs that are run again with every draft, beside the new ones. Falcon keeps k - 1, so that the
             newest k pairs are one block.
+        may_ask: whether `read` may ask the device how many pairs wait, and give no more than that.
     """
 
     def __init__(
-        self, cache: KVCache, layer: DraftLayerConfig, *, max_new: int, feature_size: int, keep: int = 0
+        self,
+        cache: KVCache,
+        layer: DraftLayerConfig,
+        *,
+        max_new: int,
+        feature_size: int,
+        keep: int = 0,
+        may_ask: bool = False,
     ) -> None:
         device, batch_size = cache.lengths.device, cache.lengths.shape[0]
         self.cache = cache
         self.width = max_new + keep
         self.keep = keep
+        self._may_ask = may_ask
+        self._was_read = False  # since the last commit; the same at the end of every step of one kind
         # looked up by the kernel that also writes the cache; its reference is the slower way on a CPU
         has_kernels = resolve_backend(cache.lengths, cache.backend) == "triton"
         self._table = rotary_table(layer, cache.capacity, device) if has_kernels else None
@@ -91,6 +103,10 @@ class FeaturePrefix:
     def counts(self) -> torch.Tensor:
         """[B] int32, real pairs that the next `read` gives; 0 for a finished row."""
         return self._counts
+
+    def num_places(self) -> int:
+        """Pairs of a row that the next `read` gives, padding included."""
+        return max(1, int(self._counts.max())) if self._may_ask else self.width
 
     @property
     def kept(self) -> torch.Tensor:
@@ -123,6 +139,7 @@ class FeaturePrefix:
         self._counts.copy_(lengths - self.cache.lengths)
         self._kept.zero_()
         self._last.copy_((self._counts - 1).clamp(min=0))
+        self._was_read = False
         if num_pairs <= 0:
             return None
         visible = PromptPass(start=first, num_tokens=num_pairs, batch_size=tokens.shape[0], device=tokens.device)
@@ -135,17 +152,26 @@ class FeaturePrefix:
             attend=self.attention(visible),
         )
 
+    def skip(self, root: torch.Tensor) -> None:
+        """Leave the pending pairs to a later `read`; `root [B]` int32 is the token of each row's last one."""
+        self._tokens.scatter_(1, self._last[:, None], root[:, None])
+
     def read(self, root: torch.Tensor, ancestors: torch.Tensor | None = None) -> Pairs:
         """The pending pairs, in one causal pass behind the cache.
 
         Args:
             root: [B] int32 last emitted token: that of each row's last pair.
-            ancestors: [B or 1, width, W] int32 words of what each pair sees of the pending ones; causal by default.
+            ancestors: [B or 1, `num_places`, W] int32 words of what each pair sees of the pending ones; causal by
+                default.
         """
-        self._tokens.scatter_(1, self._last[:, None], root[:, None])
-        visible = self.visible(self._places[:, : self.width], self._chain if ancestors is None else ancestors)
-        newest = self._rows, self._last
-        return Pairs(self._features, self._tokens, self._counts, newest, self.attention(visible))
+        self.skip(root)
+        if ancestors is None:
+            num_places = self.num_places()
+            ancestors = self._chain[:, :num_places, : (num_places + 31) // 32]
+        num_places = ancestors.shape[1]
+        visible = self.visible(self._places[:, :num_places], ancestors)
+        features, tokens = self._features[:, :num_places], self._tokens[:, :num_places]
+        return Pairs(features, tokens, self._counts, (self._rows, self._last), self.attention(visible))
 
     def visible(self, depth: torch.Tensor, ancestors: torch.Tensor, *, first_node: int = 0) -> TreePass:
         """A pass over nodes behind the cache.
@@ -170,6 +196,7 @@ class FeaturePrefix:
 
     def advance(self) -> None:
         """Count the pairs of the last `read` as committed, all but those to keep."""
+        self._was_read = True
         if self.keep:
             torch.clamp(self._counts, max=self.keep, out=self._kept)
         self.cache.lengths += self._counts - self._kept if self.keep else self._counts
@@ -181,4 +208,7 @@ class FeaturePrefix:
         """
         pending = self._features, self._tokens, self._counts, self._last
         step = verdict.path, verdict.emitted, verdict.num_accepted
-        commit_pairs(*pending, features, *step, keep=self.keep, backend=self.cache.backend)
+        # what nobody has read stays, all of it
+        keep = self.keep if self._was_read else self.width - verdict.path.shape[1]
+        self._was_read = False
+        commit_pairs(*pending, features, *step, keep=keep, backend=self.cache.backend)

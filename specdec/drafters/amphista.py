@@ -77,6 +77,10 @@ class Amphista(NetworkDrafter):
         candidates = choose_from(choose, heads, states[:, levels], self._num_ranks)
         return self._template.expand(candidates, root)
 
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`."""
+        self._prefix.skip(root)
+
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Take in the target's states at the accepted nodes."""
         self._prefix.commit(verdict, output.hidden)

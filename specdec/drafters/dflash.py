@@ -104,19 +104,18 @@ class DFlash(NetworkDrafter):
             self._levels = plan_levels(self.shape, target.device)
         self._taps = target.tap(network.config.tap_layers)
         self._target_ids = network.target_ids
-        # a step adds the root and at most max_depth accepted tokens
-        self._passes = BlockPasses(network.config.views, self.shape.max_depth + 1, self._num_rows, target.device)
+        self._passes: dict[int, BlockPasses] = {}  # by the places for new tokens
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """Keys and values of the layers, for the text and the block behind it."""
-        config, passes = self.network.config, self._passes
+        config = self.network.config
         self._prefix = self.new_prefix(
             room,
             device,
             config.layer,
             num_layers=config.num_layers,
             feature_size=config.feature_size,
-            num_slots=passes.max_new + passes.num_rows,
+            num_slots=self.max_new + self._num_rows,
         )
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
@@ -159,6 +158,10 @@ class DFlash(NetworkDrafter):
                 lists.append(choose(laws.scatter(2, tokens, scores), self._num_ranks))
         return self._template.expand(Candidates.cat(lists), root)
 
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`."""
+        self._prefix.skip(root)
+
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep what the target says about the root and the accepted tokens, to be read with the next draft."""
         self._prefix.commit(verdict, self._features(output))
@@ -166,7 +169,10 @@ class DFlash(NetworkDrafter):
     def _states(self, root: torch.Tensor) -> torch.Tensor:
         """States of the rows that draft, which enter the LM head: [B, R - first_row, C]."""
         network, pairs = self.network, self._prefix.read(root)
-        positions, attend = self._passes.behind(self._prefix, pairs.counts)
+        width = pairs.tokens.shape[1]
+        if width not in self._passes:
+            self._passes[width] = BlockPasses(network.config.views, width, self._num_rows, root.device)
+        positions, attend = self._passes[width].behind(self._prefix, pairs.counts)
         block = network.read_anchors(root, self.embed, self._num_rows)
         states = network(network.read(pairs.features), block, positions, attend)
         self._prefix.advance()

@@ -5,8 +5,8 @@ Paper: Leviathan et al. 2023 (arXiv:2211.17192) for a chain; Yang et al. 2024, m
 Proposes: any static tree, level by level; each parent has its own list of candidates, the best ones or drawn ones.
 Needs from the target: nothing but the tokens. Both have the same tokenizer; vocabularies may be padded differently.
 Cost of one draft: one pass of the draft model per level; the deepest level is never fed to it.
-Deviations: the token before the root is fed again with the root, so that the first pass has the same shape whether or
-not the whole tree was accepted (its deepest node was never fed). That costs one row, and no branch.
+Deviations: what was accepted is read anew in the first pass of the next draft, whoever had proposed it, and what the
+draft model computed for its own nodes is overwritten: no pass over the deepest level, and no compaction.
 """
 
 import os
@@ -22,6 +22,7 @@ from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Candidates, Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
+from specdec.kernels.common.words import pack_words
 from specdec.models.common.placing import place
 from specdec.models.target.scores import Scores
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
@@ -95,9 +96,9 @@ class DraftModel(Drafter):
         if self.shape.max_rank >= num_tokens:
             raise ValueError(f"tree: expected ranks below {num_tokens}, got {self.shape.max_rank}")
         self._template = TreeTemplate(self.shape, target.device, rows="parent", backend=target.backend)
-        # leaves too: an accepted one has its keys and values in the cache
-        self._levels = plan_levels(self.shape, target.device, leaves=True)
-        self._chain = TreeTemplate(TreeShape.chain(1), target.device)
+        self._levels = plan_levels(self.shape, target.device)
+        self._places = torch.arange(self.max_new, dtype=torch.int32, device=target.device)[None]
+        self._chain = pack_words(torch.ones(1, self.max_new, self.max_new, device=target.device).tril().bool())
         self._num_ranks = self.shape.max_rank + 1
 
     def session(self) -> AbstractContextManager[None]:
@@ -105,26 +106,34 @@ class DraftModel(Drafter):
         return self.draft_target.hooked()
 
     def allocate(self, room: Room, device: torch.device) -> None:
-        """The draft model's cache, and the token before the root."""
-        capacity = room.max_length + self.shape.num_nodes + 1
+        """The draft model's cache, and the tokens that wait to be read."""
+        capacity = room.max_length + max(self.shape.num_nodes, self.max_new)
         self._cache = self.draft_target.new_cache(room.batch_size, capacity, device=device)
-        self._previous = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
+        # behind those that wait there is room for all that a step may emit, padding included
+        self._waiting = torch.zeros(room.batch_size, 2 * self.max_new, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
+        self._rows = torch.arange(room.batch_size, device=device)
+        self._may_ask = room.may_ask
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the chunk through the draft model."""
         end = output.first + output.hidden.shape[1]
         self.draft_target.read_chunk(self._known(prompt.tokens[:, output.first : end]), output.first, self._cache)
-        self._cache.lengths.copy_(prompt.lengths - 1)  # the token before the root is fed again, with it
-        last = (prompt.lengths.long() - 1)[:, None]
-        self._previous.copy_(prompt.tokens.gather(1, last)[:, 0])
+        self._cache.lengths.copy_(prompt.lengths)
+        self._counts.fill_(1)  # the root
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
-        """One pass per level; every node with children has its own list of candidates."""
-        self._root = root
-        first = torch.stack((self._previous, root), 1)
-        output = self.draft_target.score(self._known(first), self._chain.depth, self._chain.ancestors, self._cache)
-        self._cache.lengths += 2
-        candidates = [self._choose(choose, output.scores, slice(1, None))]
+        """One pass over what was emitted since the last draft, then one per level; nodes with children have a list."""
+        self.skip(root)
+        width = max(1, int(self._counts.max())) if self._may_ask else self.max_new
+        words = self._chain[:, :width, : (width + 31) // 32]
+        output = self.draft_target.score(
+            self._known(self._waiting[:, :width]), self._places[:, :width], words, self._cache
+        )
+        newest = self._rows, (self._counts.long() - 1).clamp(min=0)
+        self._cache.lengths += self._counts
+        self._counts.zero_()
+        candidates = [self._choose(choose, output.scores, newest)]
         for level in self._levels:
             tokens = self._known(candidates[-1].tokens.flatten(1)[:, level.candidate])
             output = self.draft_target.score(
@@ -133,21 +142,23 @@ class DraftModel(Drafter):
             candidates.append(self._choose(choose, output.scores, level.inner))
         return self._template.expand(Candidates.cat(candidates), root)
 
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`: the root waits with what was emitted before it."""
+        self._waiting.scatter_(1, (self._counts.long() - 1).clamp(min=0)[:, None], root[:, None])
+
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
-        """Keep the accepted nodes' keys and values, all but the last accepted one's, which is fed again."""
-        self._cache.lengths -= 1  # the root is a node of the tree
-        self._cache.commit(verdict.path, verdict.num_accepted)
-        self._cache.lengths -= 1
-        last = verdict.num_accepted.clamp(min=1).long() - 1
-        accepted = verdict.emitted.gather(1, last[:, None])[:, 0]
-        previous = torch.where(verdict.num_accepted > 0, accepted, self._root)
-        self._previous.copy_(torch.where(verdict.num_accepted < 0, self._previous, previous))
+        """Let the emitted tokens wait for the next draft, which overwrites what this one computed for its nodes."""
+        places = self._counts.long()[:, None] + self._places[:, : verdict.emitted.shape[1]]
+        self._waiting.scatter_(1, places, verdict.emitted.clamp(min=0))
+        self._counts += verdict.num_emitted
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the draft model has; those that it lacks are padding, which no text holds."""
         return tokens.clamp(max=self.draft_target.vocab_size - 1) if self._missing > 0 else tokens
 
-    def _choose(self, choose: Choose, scores: Scores, places: slice | torch.Tensor) -> Candidates:
-        """Candidates at some places of a pass, of tokens that both models have."""
-        heads = scores.heads.over(self._vocab_size)
-        return choose_from(choose, heads, scores.states[:, places], self._num_ranks)
+    def _choose(
+        self, choose: Choose, scores: Scores, places: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> Candidates:
+        """Candidates at places of a pass, [m] of all rows or one of each as (row, place); of tokens that both have."""
+        states = scores.states[places][:, None] if isinstance(places, tuple) else scores.states[:, places]
+        return choose_from(choose, scores.heads.over(self._vocab_size), states, self._num_ranks)

@@ -119,6 +119,10 @@ class Eagle(NetworkDrafter):
             return self._draft_dynamic(self.shape, first, root)
         return self._template.expand(self._draft_static(first, choose), root)
 
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`."""
+        self._prefix.skip(root)
+
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the accepted tokens, and what the target thought of them, to be read with the next draft."""
         self._prefix.commit(verdict, self._features(output))

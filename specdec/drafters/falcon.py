@@ -80,10 +80,10 @@ class Falcon(NetworkDrafter):
         """As `NetworkDrafter.bind`."""
         super().bind(target)
         self._keep = self.network.config.block_size - 1
-        width = self.shape.max_depth + 1 + self._keep
         self._first_used = _table(self._blocks.used(level=0), target.device)
         self._passes = self._blocks.passes(target.device)
-        self._pending = _Pending.tables(width, self._keep, self._blocks).to(target.device)
+        # by the places of a pass, of which there are always as many where the device is not asked
+        self._pending = {width: self._tables(width) for width in (self.max_new + self._keep,)}
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The LSTM's state; keys and values of the layer, for the text and the blocks of the tree."""
@@ -109,7 +109,10 @@ class Falcon(NetworkDrafter):
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Run the newest k pairs as a block, then the blocks of the tree depth by depth."""
-        pending = self._pending.of(self._prefix.counts)
+        width = self._prefix.num_places()
+        if width not in self._pending:
+            self._pending[width] = self._tables(width)
+        pending = self._pending[width].of(self._prefix.counts)
         features, states = self._read(root, pending)
         lists = [choose_from(choose, self.lm_heads, _select(features, self._first_used), self._num_ranks)]
         for blocks, seen in zip(self._passes, pending.seen, strict=True):
@@ -117,9 +120,16 @@ class Falcon(NetworkDrafter):
             lists.append(choose_from(choose, self.lm_heads, _select(features, blocks.used), self._num_ranks))
         return self._template.expand(Candidates.cat(lists), root)
 
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`."""
+        self._prefix.skip(root)
+
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Take in the target's states at the accepted nodes."""
         self._prefix.commit(verdict, output.hidden)
+
+    def _tables(self, width: int) -> "_Pending":
+        return _Pending.tables(width, self._keep, self._blocks).to(self._target.device)
 
     def _read(self, root: torch.Tensor, pending: "_Pending") -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Read what was committed, the newest k pairs as one block.

@@ -94,6 +94,11 @@ class Hydra(NetworkDrafter):
             lists.append(self._choose(choose, head, parts))
         return self._template.expand(Candidates.cat(lists), root)
 
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`."""
+        if self.network.config.prefix_attention:
+            self._prefix.skip(root)
+
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the state at the last accepted node; prefix attention is owed those of the whole accepted path."""
         if self.network.config.prefix_attention:

@@ -20,7 +20,9 @@ from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
+from specdec.models.common.passes import TreePass
 from specdec.models.networks.parallelspec import ParallelSpecConfig, ParallelSpecNetwork
+from specdec.models.networks.prefix import FeaturePrefix, Pairs
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import TreeShape
 
@@ -62,14 +64,12 @@ class ParallelSpec(NetworkDrafter):
     def bind(self, target: Target) -> None:
         """Check the sizes and move the network to the target's device and dtype."""
         super().bind(target)
-        # a step adds the root and at most max_depth accepted tokens
-        depth, ancestors = pass_tables(max_new=self.shape.max_depth + 1, num_masks=self._num_masks)
-        self._depth, self._ancestors = depth.to(target.device), ancestors.to(target.device)
+        self._passes = MaskPasses(self._num_masks, target.device)
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """Keys and values of the layer, for the text and the masks behind it."""
         # the masks come behind all that may be pending
-        num_slots = self.shape.max_depth + 1 + self._num_masks
+        num_slots = self.max_new + self._num_masks
         feature_size = None if self.network.config.variant == "eagle" else 0
         self._prefix = self.new_prefix(
             room, device, self.network.config.layer, feature_size=feature_size, num_slots=num_slots
@@ -92,7 +92,7 @@ class ParallelSpec(NetworkDrafter):
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass over the tokens that are new and the masks behind each row's last one."""
         network, pairs = self.network, self._prefix.read(root)
-        visible = self._prefix.visible(self._depth[pairs.counts], self._ancestors[pairs.counts])
+        visible = self._passes.behind(self._prefix, pairs)
         inputs = torch.cat(
             (
                 network.read(self.embed(pairs.tokens), pairs.features),
@@ -107,10 +107,36 @@ class ParallelSpec(NetworkDrafter):
         states = torch.cat((pairs.last(states[:, :width])[:, None], states[:, width:]), 1)
         return self._template.expand(choose_from(choose, self.lm_heads, states, self._num_ranks), root)
 
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`."""
+        self._prefix.skip(root)
+
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Keep the accepted tokens, and their states, to be read with the next draft."""
         hidden = output.hidden
         self._prefix.commit(verdict, hidden if self.network.config.variant == "eagle" else hidden[:, :, :0])
+
+
+class MaskPasses:
+    """How passes over real tokens and masks behind them run, by the places for real tokens.
+
+    Args:
+        num_masks: masks behind the places.
+        device: where the tables go.
+    """
+
+    def __init__(self, num_masks: int, device: torch.device) -> None:
+        self._num_masks, self._device = num_masks, device
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def behind(self, prefix: FeaturePrefix, pairs: Pairs) -> TreePass:
+        """A pass behind the committed text over the places of `pairs`, and the masks."""
+        width = pairs.tokens.shape[1]
+        if width not in self._tables:
+            depth, ancestors = pass_tables(width, self._num_masks)
+            self._tables[width] = depth.to(self._device), ancestors.to(self._device)
+        depth, ancestors = self._tables[width]
+        return prefix.visible(depth[pairs.counts], ancestors[pairs.counts])
 
 
 def pass_tables(max_new: int, num_masks: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from specdec.drafters.eagle3 import Eagle3, check_windows
-from specdec.drafters.parallelspec import pass_tables
+from specdec.drafters.parallelspec import MaskPasses
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.grown import grow_product, shape_for_block
@@ -72,16 +72,14 @@ class PEagle(Eagle3):
         """Nothing: `shape_for_block` says what can grow."""
 
     def _lay_out(self, target: Target) -> None:
-        # a step adds the root and at most max_depth accepted tokens
-        max_new = self.shape.max_depth + 1
-        depth, ancestors = pass_tables(max_new=max_new, num_masks=self._num_masks)
-        self._depth, self._ancestors = depth.to(target.device), ancestors.to(target.device)
-        self._num_slots = max_new + self._num_masks
+        check_windows(self.network.config, self.max_new + self._num_masks)
+        self._passes = MaskPasses(self._num_masks, target.device)
+        self._num_slots = self.max_new + self._num_masks
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass over the tokens that are new and the masks behind each row's last one."""
         network, pairs = self.network, self._prefix.read(root)
-        visible = self._prefix.visible(self._depth[pairs.counts], self._ancestors[pairs.counts])
+        visible = self._passes.behind(self._prefix, pairs)
         inputs, embedded = network.read_groups(pairs.features, pairs.tokens, self._num_masks, self.embed)
         attend = self._prefix.attention(visible)
         states = network(inputs, embedded, attend.positions, attend)

@@ -53,21 +53,25 @@ class Room:
         max_length: most tokens of a row, prompt and new ones together.
         max_prompt: most tokens of a prompt.
         max_new_tokens: most tokens that a row may emit.
+        may_ask: whether the shapes of a step may depend on data: where asking the device costs nothing, and nothing is
+            recorded.
     """
 
     batch_size: int
     max_length: int
     max_prompt: int
     max_new_tokens: int
+    may_ask: bool = False
 
 
 class Drafter(ABC):
     """Proposes a draft tree per row. Owns its networks and state; never touches the target's cache.
 
     The loop calls `bind` once, `allocate` for the memory of one or more generations, then per generation `start`, and
-    per step `draft` and `commit`. What these three remember they write into the tensors that `allocate` made, in place:
-    a captured step is replayed on addresses, and never sees what an attribute is bound to later. The loop captures
-    with a shallow copy of the drafter, so that `allocate` must bind new tensors, and not touch old ones.
+    per step `draft` and `commit`; a union calls `skip` in the place of `draft` of members that do not propose. What these
+    remember they write into the tensors that `allocate` made, in place: a captured step is replayed on addresses, and
+    never sees what an attribute is bound to later. The loop captures with a shallow copy of the drafter, so that
+    `allocate` must bind new tensors, and not touch old ones.
 
     Attributes:
         kind: the name by which users ask for this drafter.
@@ -81,6 +85,7 @@ class Drafter(ABC):
     shape: TreeShape | DynamicTree
     shares_candidates: bool = True
     reads_rejected: ClassVar[bool] = False
+    _max_new: int | None = None
 
     @classmethod
     def from_settings(cls, tree: AnyTreeLike | None, **settings: Any) -> "Drafter":
@@ -96,6 +101,23 @@ class Drafter(ABC):
         if tree is not None:
             raise ValueError(f"tree: expected None with {cls.kind}, whose settings say what it proposes, got {tree!r}")
         return cls(**settings)
+
+    @property
+    def max_new(self) -> int:
+        """Most committed tokens, roots included, that may come between two drafts; one step's, unless told otherwise."""
+        return self.shape.max_depth + 1 if self._max_new is None else self._max_new
+
+    def holding(self, max_new: int) -> "Drafter":
+        """A shallow copy for whose drafts so many tokens may come in between; to be bound anew.
+
+        Raises:
+            ValueError: fewer than its own tree may have accepted.
+        """
+        if max_new <= self.shape.max_depth:
+            raise ValueError(f"max_new: expected at least {self.shape.max_depth + 1}, got {max_new}")
+        own = copy.copy(self)
+        own._max_new = max_new
+        return own
 
     @property
     def num_ways(self) -> int:
@@ -180,6 +202,19 @@ class Drafter(ABC):
             choose: how logits become candidates; not for drafters without a network.
         """
 
+    def skip(self, root: torch.Tensor) -> None:
+        """Go through a step without a proposal; in the place of `draft`, with `commit` behind it as ever.
+
+        The next draft is that which would have come without skipped steps, if no more than `max_new` tokens were
+        committed since the last one.
+
+        Args:
+            root: [B] int32 last emitted token.
+        """
+
     @abstractmethod
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
-        """Learn which nodes were accepted, and the target's states at all nodes."""
+        """Learn which nodes were accepted, and the target's states at all nodes.
+
+        The tree may be another's that holds this drafter's nodes, deeper and in another order, or none of them.
+        """

@@ -142,7 +142,7 @@ class NetworkDrafter(Drafter):
             keep: as for `FeaturePrefix`.
             num_slots: places that the drafter writes behind the committed text, if more than what is pending takes.
         """
-        target, max_new = self._target, self.shape.max_depth + 1
+        target, max_new = self._target, self.max_new
         cache = KVCache(
             num_layers=num_layers,
             batch_size=room.batch_size,
@@ -154,7 +154,7 @@ class NetworkDrafter(Drafter):
             backend=target.backend,
         )
         width = target.hidden_size if feature_size is None else feature_size
-        return FeaturePrefix(cache, layer, max_new=max_new, feature_size=width, keep=keep)
+        return FeaturePrefix(cache, layer, max_new=max_new, feature_size=width, keep=keep, may_ask=room.may_ask)
 
     @property
     def saved_config(self) -> Any:

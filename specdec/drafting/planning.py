@@ -1,9 +1,9 @@
 """How a step is gone through where a drafter knows several ways: what chooses on the host, and what it tells later.
 
-A drafter of one way is asked nothing (`Planner`). One of several (`Drafter.num_ways`) leaves a few numbers on the device
-after every step (`Drafter.forecast`), which reach the host with the message that tells whether any row still runs. So
-the device never waits: a choice is made from what was known one step before, two where steps are replayed. It never
-depends on what the same step will draw, so that sampling stays exact.
+A drafter of one way is asked nothing (`Planner`). One of several (`Drafter.num_ways`) leaves a few numbers on the
+device after every step (`Drafter.forecast`), which reach the host with the message that tells whether any row still
+runs. So the device never waits: a choice is made from what was known one step before, two where steps are replayed. It
+never depends on what the same step will draw, so that sampling stays exact.
 """
 
 from collections.abc import Sequence

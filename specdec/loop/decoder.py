@@ -169,7 +169,8 @@ class Decoder:
             chunk_size = PREFILL_CHUNK_SIZE if prefill_chunk_size is None else prefill_chunk_size
             with timer.phase("prefill"):
                 if captured is None:
-                    room = Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens)
+                    may_ask = self.captured is None and device.type == "cpu"
+                    room = Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens, may_ask=may_ask)
                     with self._explaining_lack_of_memory(num_rows, max_length):
                         state, drafter = self._new_state(room, device), self.drafter.copy_for(room, device)
                 else:
@@ -299,8 +300,7 @@ class Decoder:
     ) -> Generation:
         """A generation that has not begun; `host_reads` says whether code on the host reads logits."""
         needs_logits = host_reads or self.acceptance.needs_logits or not processing.is_idle
-        may_ask = self.captured is None and self.target.device.type == "cpu"
-        return Generation(self.target, drafter, self._rule, state, stops, processing, timer, needs_logits, may_ask)
+        return Generation(self.target, drafter, self._rule, state, stops, processing, timer, needs_logits)
 
     def _find_captured(
         self,

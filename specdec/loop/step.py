@@ -74,7 +74,6 @@ class Generation:
         processing: what happens to the target's logits before tokens are chosen.
         timer: of the phases of a step.
         needs_logits: whether anyone reads logits; otherwise the best token of every node is enough.
-        may_ask: whether asking the device costs nothing, so that trees are cut to the nodes that they use.
     """
 
     target: Target
@@ -85,7 +84,6 @@ class Generation:
     processing: Processing
     timer: PhaseTimer
     needs_logits: bool
-    may_ask: bool = False
 
     def begin(
         self,
@@ -115,15 +113,15 @@ class Generation:
     def step(self, way: int = 0) -> StepOutput:
         """One step, in one of the drafter's ways. Emits `num_accepted + 1` tokens per running row.
 
-        Without `may_ask` it never asks the device for anything, and its shapes do not depend on data: the loop may run
-        it as it is, or capture it once and replay it.
+        Without `Room.may_ask` it never asks the device for anything, and its shapes do not depend on data: the loop may
+        run it as it is, or capture it once and replay it.
         """
         state = self.state
         self.drafter.take(way)
         with self.timer.phase("draft"):
             choose = self.rule.chooser(self.processing.law(state.settings), state.uniforms)
             tree = self.target.broadcast_from_first(self.drafter.draft(state.root, choose))
-            tree = tree.cut() if self.may_ask else tree
+            tree = tree.cut() if state.room.may_ask else tree
         with self.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
             scores = self._scores(output)

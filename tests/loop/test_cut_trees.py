@@ -124,8 +124,8 @@ def test_a_step_that_may_not_ask_scores_whole_trees(sizes, monkeypatch):
     decoder.decode(PROMPTS, 12)
     assert min(sizes) < 4
     sizes.clear()
-    made = decoder._generation
-    monkeypatch.setattr(decoder, "_generation", lambda *args, **kwargs: replace(made(*args, **kwargs), may_ask=False))
+    made = decoder._new_state
+    monkeypatch.setattr(decoder, "_new_state", lambda room, device: made(replace(room, may_ask=False), device))
     decoder.decode(PROMPTS, 12)
     assert {*sizes} == {4}
 

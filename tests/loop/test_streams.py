@@ -16,10 +16,10 @@ from lib.tensors import assert_near
 from specdec.bundled.load import load_tiny, tiny_drafter
 from specdec.commands.cli import main
 from specdec.drafters.load import load_drafter
+from specdec.drafters.weightless.none import NoDrafter
 from specdec.drafting.base import Room
 from specdec.loop.captured import LAG
 from specdec.loop.decoder import Decoder
-from specdec.drafters.weightless.none import NoDrafter
 from specdec.loop.follower import Follower
 from specdec.loop.rules import choose_rule
 from specdec.loop.step import NonFiniteLogitsError

@@ -64,7 +64,7 @@ class PromptLookup(Drafter):
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The texts that are searched."""
-        self._texts = RowTexts(room, self.shape.max_depth, device)
+        self._texts = RowTexts(room, self.max_new, device)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Take the prompt as the text to search."""
@@ -89,6 +89,10 @@ class PromptLookup(Drafter):
         available = (lengths - start).clamp(max=self.shape.max_depth)
         num_tokens = torch.where(found >= 0, available, 0).int()
         return self._template.expand_chain(continuation.clamp(min=0), num_tokens, root)
+
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`."""
+        self._texts.append_root(root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Append the accepted tokens."""

@@ -104,7 +104,7 @@ class Suffix(Drafter):
 
     def allocate(self, room: Room, device: torch.device) -> None:
         """The texts that are searched, one slot per token."""
-        self._texts = RowTexts(room, self.shape.max_depth, device, front=self.max_match)
+        self._texts = RowTexts(room, self.max_new, device, front=self.max_match)
         self._prompt_lengths = torch.zeros_like(self._texts.lengths)
         self._back = torch.arange(self.max_match, device=device)
 
@@ -144,6 +144,10 @@ class Suffix(Drafter):
             backend=self._backend,
         )
         return DraftTree.of(tree, self.shape.max_depth)
+
+    def skip(self, root: torch.Tensor) -> None:
+        """As `Drafter`."""
+        self._texts.append_root(root)
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Append the accepted tokens."""
