@@ -86,7 +86,7 @@ def accept_naive(
         tokens: [B, N] int32, tokens of the tree's nodes, contiguous in N.
         parent: [B, N] or [1, N] int32, topological, as in `accept_greedy`.
         logits: [B, N, V] float32, float16 or bfloat16, contiguous in V; the target samples from their softmax.
-        uniform: [B, N] float32 in [0, 1), contiguous in N; independent, one per node.
+        uniform: [B, N] float32 in [0, 1), contiguous in N; independent along every path of the tree.
         max_depth: largest depth of any node (the root has depth 0); the walk goes no deeper.
         budget: [B] int32, how many tokens each request may still emit; 0 or less marks a finished one. None: no limit.
         stop_tokens: [E] int32, tokens that end the emission. None: none.

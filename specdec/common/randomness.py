@@ -1,7 +1,9 @@
 """Where all random numbers of decoding come from: one seed per row, and counters.
 
 A number depends on its row's seed, the step and what it is for, and on nothing else. So a seed replays a text bit for
-bit, a row's text does not depend on its companions, and the decisions of a GPU run can be replayed on a CPU.
+bit, a row's text does not depend on its companions, and the decisions of a GPU run can be replayed on a CPU. Where the
+target's own tokens are drawn, the place of a token in the output stands for the step: then the text does not depend on
+what was drafted either.
 """
 
 import operator
@@ -26,6 +28,7 @@ class Stream(IntEnum):
     VERIFY = 0
     NEXT_ROOT = 1
     DRAFT = 2
+    POSITION = 2**31 - 1  # the last there is: no step makes so many calls
 
 
 class Uniforms:
@@ -33,13 +36,48 @@ class Uniforms:
 
     Args:
         seeds: [B] int64, one per row, on the device.
+        num_output: [B] int32, how many tokens each row has emitted, kept up to date by the caller; none by default.
+        num_positions: places in the output that `at` has numbers for, once `fill_positions` was called.
         backend: what draws them; by default decided by the device.
     """
 
-    def __init__(self, seeds: torch.Tensor, *, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        seeds: torch.Tensor,
+        *,
+        num_output: torch.Tensor | None = None,
+        num_positions: int = 0,
+        backend: Backend | None = None,
+    ) -> None:
         self.seeds = seeds
         self.backend = backend
         self.step = torch.zeros((), dtype=torch.int64, device=seeds.device)
+        self.num_output = torch.zeros_like(seeds, dtype=torch.int32) if num_output is None else num_output
+        self._by_position = torch.zeros(seeds.shape[0], num_positions, dtype=torch.float32, device=seeds.device)
+
+    def fill_positions(self) -> None:
+        """Draw what `at` returns, from the seeds as they are now, in place: captured steps read it."""
+        step, count = torch.zeros_like(self.step), self._by_position.shape[1]
+        numbers = philox_uniform(self.seeds, step, stream=int(Stream.POSITION), count=count, backend=self.backend)
+        self._by_position.copy_(numbers)
+
+    def at(self, depth: torch.Tensor) -> torch.Tensor:
+        """The numbers that decide the tokens behind nodes of a tree, whatever the tree and the step.
+
+        Behind a node of depth d the row's output number `num_output + d` is decided, counted from 0. Its number is a
+        function of this and of the row's seed alone. Places beyond the table, which are never emitted, take its last.
+
+        Args:
+            depth: [B or 1, N] int32, that of padding nodes too.
+
+        Returns:
+            [B, N] float32 in [0, 1).
+        """
+        num_positions = self._by_position.shape[1]
+        if num_positions == 0:
+            raise ValueError("num_positions: expected 1 or more to draw tokens by their places in the output, got 0")
+        position = (self.num_output[:, None] + depth).clamp(0, num_positions - 1)
+        return self._by_position.gather(1, position.long())
 
     def draw(self, stream: int, count: int) -> torch.Tensor:
         """[B, count] float32 in [0, 1) of the current step; the same call gives the same numbers."""

@@ -99,7 +99,8 @@ def generate(
         tree: the draft tree: a `TreeShape`, a preset's name, a JSON file, a k_config such as `(4, 2, 2)` or the length
             of a chain. The drafter's own by default; a `Drafter` object already has one.
         seed: of sampling: an int, one int per row, a `torch.Generator`, or None for PyTorch's global one. The same seed
-            gives the same text whatever else is in the batch.
+            gives the same text whatever else is in the batch, and with `acceptance="naive"` that of plain decoding,
+            whatever the drafter and its tree.
         generation_kwargs: fields of `GenerationConfig`, such as `max_new_tokens`, `do_sample` or `temperature`.
 
     Returns:

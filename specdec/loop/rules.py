@@ -114,7 +114,8 @@ class AcceptanceRule(ABC):
         if not self.samples:
             return scores.best[:, 0]
         masses = softmax_masses(scores.logits[:, 0], upcast=False)
-        return draw(masses, uniforms.draw(Stream.NEXT_ROOT, 1)[:, 0]).int()
+        depth = masses.new_zeros(1, 1, dtype=torch.int32)
+        return draw(masses, uniforms.at(depth)[:, 0]).int()
 
     @abstractmethod
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
@@ -142,6 +143,9 @@ class Greedy(AcceptanceRule):
 class Naive(AcceptanceRule):
     """Draw the target's own token at every node and follow it. Lossless whatever was proposed, and however.
 
+    The number that draws a token belongs to the token's place in the output, so that a seed gives the text of plain
+    decoding. Nodes of one depth share it, and the tree never knows it: numbers are used on the accepted path alone.
+
     Attributes:
         drawn: the drafter draws its candidates, without replacement, as in the MCSD paper's ablation (MCNS); otherwise
             they are its most probable tokens, which any drafter has.
@@ -160,8 +164,7 @@ class Naive(AcceptanceRule):
 
     def verify(self, tree: DraftTree, scores: Scores, limits: Limits, uniforms: Uniforms) -> Verdict:
         """Walk down from the root as long as a child carries the token drawn at its parent."""
-        uniform = uniforms.draw(Stream.VERIFY, tree.tokens.shape[1])
-        return accept_naive(tree.tokens, tree.parent, scores.logits, uniform, **limits.of(tree))
+        return accept_naive(tree.tokens, tree.parent, scores.logits, uniforms.at(tree.depth), **limits.of(tree))
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,18 +78,25 @@ class DecodeState:
 
         rows = room.batch_size
         text = full(rows, room.max_prompt + room.max_new_tokens, value=-1)
+        num_output = full(rows, value=0)
+        uniforms = Uniforms(
+            full(rows, value=0, dtype=torch.int64),
+            num_output=num_output,
+            num_positions=room.max_new_tokens + 1,  # a row that has finished asks for the last
+            backend=target.backend,
+        )
         return cls(
             room=room,
             path_length=max_depth + 1,
             cache=target.new_cache(rows, room.max_length + num_nodes, device=device),
-            uniforms=Uniforms(full(rows, value=0, dtype=torch.int64), backend=target.backend),
+            uniforms=uniforms,
             settings=WarpSettings().on(device).repeat(rows, 1),
             text=text,
             prompt=text[:, : room.max_prompt],
             root=full(rows, value=0),
             budget=full(rows, value=0),
             output=text[:, room.max_prompt :],
-            num_output=full(rows, value=0),
+            num_output=num_output,
             progress=full(2, value=-1),
             # the prompt's token is a step too; the last place is for surplus ones
             steps=full(room.max_new_tokens + 1, 2, rows, value=0),
@@ -112,6 +119,7 @@ class DecodeState:
         self.uniforms.seeds.zero_()
         self.uniforms.seeds[:num_rows] = seeds
         self.uniforms.step.zero_()
+        self.uniforms.fill_positions()
         self.root.zero_()
         # length and budget together never grow from here on, so that no row can outgrow the memory
         self.budget.copy_((self.room.max_length - prompt.lengths).clamp(0, max_new_tokens))
