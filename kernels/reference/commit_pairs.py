@@ -22,6 +22,12 @@ def commit_pairs(
     Shapes, dtypes and meaning are those of `specdec.kernels.commit_pairs.commit_pairs`; arguments are not checked.
     """
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    if keep == 0 and path.shape[1] == features_.shape[1]:  # no pair moves, and every place gets one
+        features_.copy_(states[rows, path.clamp(min=0)])
+        tokens_.copy_(emitted.clamp(min=0))
+        counts_.copy_(num_accepted + 1)
+        last_.copy_(num_accepted.clamp(min=0))
+        return
     kept = counts_.clamp(max=keep)[:, None]
     place = torch.arange(features_.shape[1], device=path.device)
     old = (counts_[:, None] - kept + place).clamp(max=features_.shape[1] - 1)

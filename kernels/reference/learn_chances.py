@@ -1,6 +1,7 @@
 """Eager reference of kernels.learn_chances: the definition, and what CPU decoding runs."""
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 __all__ = ["learn_chances"]
@@ -28,31 +29,45 @@ def learn_chances(
     Shapes, dtypes and meaning are those of `specdec.kernels.learn_chances.learn_chances`; arguments are not checked.
     """
     num_cells, members = prior.shape[0], member.tolist()
-    learnt = np.zeros((tokens.shape[0], num_cells, 2), dtype=np.float32)
-    agreed = np.zeros(agreed_.shape, dtype=np.int32)
+    tried: dict[tuple[int, int], list[int]] = {}  # right and tried, by row and cell
+    agreed = [[0] * agreed_.shape[1] for _ in range(agreed_.shape[0])]
     text, pools = emitted.tolist(), zip(tokens.tolist(), parent.tolist(), cell.tolist(), strict=True)
     for row, (accepted, pool) in enumerate(zip(num_accepted.tolist(), pools, strict=True)):
         depth_of = [0] * len(members)  # of the candidates that the text goes through
         for index, (token, above, own_cell) in enumerate(zip(*pool, strict=True)):
             depth = 1 if above < 0 else depth_of[above] + 1 if depth_of[above] else 0
-            if not 0 < depth <= accepted + 1 or not own_cell < num_cells:
+            if not 0 < depth <= accepted + 1 or own_cell >= num_cells:
                 continue
             is_right = token == text[row][depth - 1]
-            learnt[row, own_cell] += (is_right, 1)
+            found = tried.setdefault((row, own_cell), [0, 0])
+            found[0] += is_right
+            found[1] += 1
             if is_right:
                 depth_of[index] = depth
-                agreed[row, members[index]] += depth <= accepted
-    new = torch.from_numpy(learnt).to(counts_.device)
-    counts_.copy_(torch.where(new[..., 1:] > 0, decay * counts_ + new, counts_))
-    totals_ += new
-    agreed_ += torch.from_numpy(agreed).to(agreed_.device)
-    chance_[:, :num_cells].copy_(_estimate(counts_, prior, num_grades, strength))
+                agreed[row][members[index]] += depth <= accepted
+    if not tried:
+        return
+    agreed_ += torch.tensor(agreed, dtype=torch.int32, device=agreed_.device)
+    rows, cells = np.array([*tried]).T
+    found = np.array([*tried.values()], dtype=np.float32)
+    # of tensors on the host these are the tensors' own memory
+    tables = [tensor.cpu().numpy() for tensor in (counts_, totals_, chance_)]
+    counts, totals, chance = tables
+    counts[rows, cells] = np.float32(decay) * counts[rows, cells] + found
+    totals[rows, cells] += found
+    rows, first = np.array([*{(row, one // num_grades * num_grades) for row, one in tried}]).T[:, :, None]
+    grades = first + np.arange(num_grades)
+    chance[rows, grades] = _estimate(counts[rows, grades], prior.cpu().numpy()[grades], np.float32(strength))
+    for tensor, table in zip((counts_, totals_, chance_), tables, strict=True):
+        if tensor.device.type != "cpu":
+            tensor.copy_(torch.from_numpy(table))
 
 
-def _estimate(counts: torch.Tensor, prior: torch.Tensor, num_grades: int, strength: float) -> torch.Tensor:
-    """[B, C] chances that do not rise with the grade."""
+def _estimate(
+    counts: npt.NDArray[np.float32], prior: npt.NDArray[np.float32], strength: np.float32
+) -> npt.NDArray[np.float32]:
+    """[n, G] chances that do not rise with the grade, of [n, G, 2] counts."""
     single = (counts[..., 0] + strength * prior) / (counts[..., 1] + strength)
-    by_grade = single.view(single.shape[0], -1, num_grades)
-    least_before = by_grade.cummin(-1).values
-    most_behind = by_grade.flip(-1).cummax(-1).values.flip(-1)
-    return ((least_before + most_behind) / 2).view(single.shape)
+    least_before = np.minimum.accumulate(single, 1)
+    most_behind = np.maximum.accumulate(single[:, ::-1], 1)[:, ::-1]
+    return (least_before + most_behind) / np.float32(2)

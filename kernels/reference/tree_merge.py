@@ -35,23 +35,21 @@ def tree_merge(
     """
     members, masks = member.tolist(), groups.tolist()
     pools = list(zip(tokens.tolist(), parent.tolist(), chance.tolist(), strict=True))
-    gains = torch.zeros(len(masks), len(pools), num_gains)
+    gains: list[list[list[float]]] = [[] for _ in masks]
     nodes = []
-    for row, pool in enumerate(pools):
+    for pool in pools:
         for place, mask in enumerate(masks):
             trie = _trie(*pool, [mask >> one & 1 for one in members], max_depth)
             best = sorted(range(len(trie)), key=lambda node: (-trie[node][3], trie[node][2], trie[node][4]))
             worth = [*accumulate((trie[node][3] for node in best[: num_gains - 1]), initial=0.0)]
-            gains[place, row, : len(worth)] = torch.tensor(worth)
-            gains[place, row, len(worth) :] = worth[-1]
+            gains[place].append(worth + worth[-1:] * (num_gains - len(worth)))
             if place == 0:
                 node_of = {_ROOT: 0} | {node: number for number, node in enumerate(best[: num_nodes - 1], 1)}
                 kept = [trie[node] for node in best[: num_nodes - 1]]
                 nodes.append([(token, node_of[above], depth, index) for token, above, depth, _, index in kept])
     tree = tree_of_nodes(nodes, root, num_nodes)
-    return MergedTree(
-        tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.deepest, tree.index, gains.to(chance.device)
-    )
+    worths = torch.tensor(gains, dtype=torch.float32).view(len(masks), len(pools), num_gains).to(chance.device)
+    return MergedTree(tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.deepest, tree.index, worths)
 
 
 def _trie(

@@ -3,7 +3,6 @@
 Best-first search in plain Python: a heap of the candidates whose parent is in the tree, the best one first.
 """
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
@@ -85,28 +84,25 @@ def tree_of_nodes(
         num_nodes: N, nodes of the result, root included.
     """
     batch, num_words = root.shape[0], (num_nodes + 31) // 32
-    fields: dict[str, list[object]] = {field.name: [] for field in dataclasses.fields(RerankedTree)}
+    numbers: list[list[object]] = [[], [], [], []]  # tokens, parents, depths and indices of every request
+    words: list[list[list[int]]] = []
+    deepest: list[int] = []
     for root_token, row in zip(root.tolist(), nodes, strict=True):
         padding = [(root_token, -1, 0, -1)] * (num_nodes - 1 - len(row))
         tokens, parents, depths, index = zip((root_token, -1, 0, -1), *row, *padding, strict=True)
         paths: list[int] = []  # bit j of a node's path: node j lies on it
         for node, above in enumerate(parents):
             paths.append(1 << node | (paths[above] if above >= 0 else 0))
-        fields["tokens"].append(tokens)
-        fields["parent"].append(parents)
-        fields["depth"].append(depths)
-        fields["ancestors"].append([[path >> 32 * w & 0xFFFFFFFF for w in range(num_words)] for path in paths])
-        fields["deepest"].append(max(depths))
-        fields["index"].append(index)
+        for rows, values in zip(numbers, (tokens, parents, depths, index), strict=True):
+            rows.append(values)
+        words.append([[path >> 32 * w & 0xFFFFFFFF for w in range(num_words)] for path in paths])
+        deepest.append(max(depths))
 
-    shapes = {"ancestors": (batch, num_nodes, num_words), "deepest": (batch,)}
-    return RerankedTree(
-        **{
-            # through int64: bit 31 of a word is the sign of an int32
-            name: torch.tensor(rows, dtype=torch.int64).view(shapes.get(name, (batch, num_nodes))).to(root)
-            for name, rows in fields.items()
-        }
-    )
+    fields = torch.tensor(numbers, dtype=torch.int64).view(4, batch, num_nodes).to(root).unbind()
+    # through int64: bit 31 of a word is the sign of an int32
+    ancestors = torch.tensor(words, dtype=torch.int64).view(batch, num_nodes, num_words).to(root)
+    deepest_nodes = torch.tensor(deepest, dtype=torch.int64).to(root)
+    return RerankedTree(*fields[:3], ancestors, deepest_nodes, fields[3])
 
 
 def _best_first(
