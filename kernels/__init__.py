@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from specdec.kernels.accept_traversal import accept_traversal
     from specdec.kernels.accept_typical import accept_typical
     from specdec.kernels.commit_pairs import commit_pairs
-    from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
+    from specdec.kernels.common.dynamic_tree import Beam, MergedTree, RerankedTree
     from specdec.kernels.common.launch import Backend, LaunchConfig
     from specdec.kernels.common.topk import TopK
     from specdec.kernels.common.verdict import Verdict
     from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
     from specdec.kernels.emit_step import emit_step
     from specdec.kernels.kv_compact import kv_compact
+    from specdec.kernels.learn_chances import learn_chances
     from specdec.kernels.lm_head_topk import lm_head_topk
     from specdec.kernels.lstm_recurrence import lstm_recurrence
     from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
@@ -41,19 +42,22 @@ if TYPE_CHECKING:
     from specdec.kernels.tree_attention import tree_attention
     from specdec.kernels.tree_expand import tree_expand
     from specdec.kernels.tree_grow import tree_grow
+    from specdec.kernels.tree_merge import tree_merge
     from specdec.kernels.tree_rerank import beam_step, tree_rerank
 
-__all__ = ["Backend", "Beam", "LaunchConfig", "RerankedTree", "TopK", "Verdict", "accept_greedy", "accept_naive"]
-__all__ += ["accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "beam_step", "commit_pairs"]
-__all__ += ["draft_heads", "draft_heads_concat", "emit_step", "kv_compact", "lm_head_topk", "lstm_recurrence"]
-__all__ += ["philox_exponential", "philox_uniform", "rms_norm", "rope_kv_write", "sample_probs", "sample_race"]
-__all__ += ["skinny_linear", "swiglu", "tree_attention", "tree_expand", "tree_grow", "tree_rerank", "warp_logits"]
+__all__ = ["Backend", "Beam", "LaunchConfig", "MergedTree", "RerankedTree", "TopK", "Verdict", "accept_greedy"]
+__all__ += ["accept_naive", "accept_rejection", "accept_traversal", "accept_typical", "add_rms_norm", "beam_step"]
+__all__ += ["commit_pairs", "draft_heads", "draft_heads_concat", "emit_step", "kv_compact", "learn_chances"]
+__all__ += ["lm_head_topk", "lstm_recurrence", "philox_exponential", "philox_uniform", "rms_norm", "rope_kv_write"]
+__all__ += ["sample_probs", "sample_race", "skinny_linear", "swiglu", "tree_attention", "tree_expand", "tree_grow"]
+__all__ += ["tree_merge", "tree_rerank", "warp_logits"]
 
 # Every other name lives in a module of its own name.
 _MODULES = {
     "Backend": "common.launch",
     "Beam": "common.dynamic_tree",
     "LaunchConfig": "common.launch",
+    "MergedTree": "common.dynamic_tree",
     "RerankedTree": "common.dynamic_tree",
     "TopK": "common.topk",
     "Verdict": "common.verdict",
