@@ -206,9 +206,18 @@ class FeaturePrefix:
 
         Rows that have finished gain nothing.
         """
-        pending = self._features, self._tokens, self._counts, self._last
         step = verdict.path, verdict.emitted, verdict.num_accepted
-        # what nobody has read stays, all of it
-        keep = self.keep if self._was_read else self.width - verdict.path.shape[1]
-        self._was_read = False
+        num_new, was_read, self._was_read = verdict.path.shape[1], self._was_read, False
+        keep = self.keep if was_read else self.width - num_new  # what nobody has read stays, all of it
+        if not self._may_ask:
+            pending = self._features, self._tokens, self._counts, self._last
+            commit_pairs(*pending, features, *step, keep=keep, backend=self.cache.backend)
+            return
+        # places that all rows have filled, and those that none will, need not be touched
+        first = 0 if was_read else int(self._counts.min())
+        keep = self.keep if was_read else int(self._counts.max()) - first
+        places, counts = slice(first, first + keep + num_new), self._counts - first
+        pending = self._features[:, places], self._tokens[:, places], counts, self._last
         commit_pairs(*pending, features, *step, keep=keep, backend=self.cache.backend)
+        torch.add(counts, first, out=self._counts)
+        self._last.copy_((self._counts - 1).clamp_(min=0))

@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     questions = stratified(all_questions(sets), options.num_prompts, seed=0)
     model, tokenizer = load_target(options.model, options)
     target = Target(model)
-    drafters = _loaded(target, options.model, sources, options.output)
+    drafters = _loaded(target, options.model, sources)
     settings = {
         "model": options.model,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -227,31 +227,20 @@ def _counts(one: "QuestionSet") -> list[str]:
     return [str(reason) for reason in one.left_out]
 
 
-def _loaded(target: "Target", model: str, sources: Mapping[str, str], folder: Path) -> "dict[str, Drafter | str]":
+def _loaded(target: "Target", model: str, sources: Mapping[str, str]) -> "dict[str, Drafter | str]":
     """The drafters; one that does not fit is why it is missing, and the others are measured all the same."""
+    from specdec.tuning.auto import load_drafter
+
     found: dict[str, Drafter | str] = {}
     for name, text in sources.items():
         source, _, tree = text.partition("@")
         try:
-            found[name] = drafter = _with_tree(target, bundled(model, source), tree, folder / f"{name}.tree.json")
+            found[name] = drafter = load_drafter(bundled(model, source), target, tree=as_tree_option(tree or None))
             drafter.bind(target)
         except (TypeError, ValueError, OSError, NotImplementedError, RuntimeError) as error:
             found[name] = str(error).splitlines()[0]
             print(f"specdec: {name} is not measured: {found[name]}", file=sys.stderr)
     return found
-
-
-def _with_tree(target: "Target", source: str, tree: str, plan: Path) -> "Drafter":
-    """A drafter; its tree, if it is to be measured, is on file for a run that goes on."""
-    from specdec.drafters.load import load_drafter
-    from specdec.tuning.measure import tune
-
-    if tree != "auto":
-        return load_drafter(source, target, tree=as_tree_option(tree or None))
-    if not plan.exists():
-        print(f"specdec: measuring which tree is fastest for {source}", file=sys.stderr)
-        tune(target, load_drafter(source, target)).save(plan)
-    return load_drafter(source, target, tree=str(plan))
 
 
 def _count_or_all(text: str) -> int | None:

@@ -27,8 +27,11 @@ _TARGETS = "a folder, a hub id, 'tiny', the bundled model, or 'smollm2', a chat 
 def add_pair(parser: argparse.ArgumentParser) -> None:
     """Options that name a target, a drafter and its tree."""
     kinds = "a kind without weights (none, prompt_lookup, suffix, lookahead), a folder or a hub id"
-    named = "with --model tiny or smollm2 also a bundled drafter, such as medusa"
-    trees = "preset name, JSON file, k_config such as 4,2,2, length of a chain, or auto, which measures"
+    named = (
+        "with --model tiny or smollm2 also a bundled drafter, such as medusa; several with + between them propose one "
+        "tree together; auto takes what is at hand"
+    )
+    trees = "preset name, JSON file, k_config such as 4,2,2, length of a chain, or auto, which sizes it at every step"
     parser.add_argument("--model", required=True, help=f"target: {_TARGETS}")
     parser.add_argument("--drafter", default="none", help=f"{kinds}; {named} (default: %(default)s)")
     parser.add_argument("--tree", help=trees)
@@ -153,14 +156,23 @@ def load_target(
     return model, tokenizer
 
 
-def bundled(target: str, drafter: str) -> str:
-    """With a target that goes by a name, its drafters do too."""
-    from specdec.bundled.load import NAMED_MODELS, bundled_drafter, bundled_drafters
-    from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
+def bundled(target: str, drafter: str) -> "str | list[str]":
+    """With a target that goes by a name, its drafters do too; names with + between them are several."""
+    from specdec.bundled.load import NAMED_MODELS
+    from specdec.tuning.auto import split_names
 
-    if target not in NAMED_MODELS:
-        return drafter
-    is_elsewhere = drafter in KINDS_WITHOUT_WEIGHTS or "/" in drafter or os.path.exists(drafter)
+    names = [drafter] if os.path.exists(drafter) else split_names(drafter)
+    if target in NAMED_MODELS:
+        names = [_bundled(target, name) for name in names]
+    return names[0] if len(names) == 1 else names
+
+
+def _bundled(target: str, drafter: str) -> str:
+    from specdec.bundled.load import bundled_drafter, bundled_drafters
+    from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
+    from specdec.tuning.auto import AUTO
+
+    is_elsewhere = drafter in (*KINDS_WITHOUT_WEIGHTS, AUTO) or "/" in drafter or os.path.exists(drafter)
     if is_elsewhere and drafter not in bundled_drafters(target):
         return drafter
     return str(bundled_drafter(target, drafter))

@@ -29,7 +29,7 @@ from specdec.trees.shape import TreeShape
 from specdec.tuning.budget import StepCosts, plan_tree, subtree
 
 __all__ = ["MAX_ROWS", "Measure", "check_context", "measure_costs", "measure_ms", "measure_reach", "probe_prompts"]
-__all__ += ["replayed", "tune", "with_tree"]
+__all__ += ["replayed", "time_drafts", "time_passes", "tune", "with_tree"]
 
 MAX_ROWS = 128
 """Most tree nodes of all rows together: with more, the target's matrix products cost arithmetic, not bandwidth."""
@@ -137,7 +137,7 @@ def measure_costs(
         measure = replayed(CudaGraphs(target.device)) if target.device.type == "cuda" else measure_ms
     text = torch.randint(0, target.vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0))
     costs = StepCosts(
-        pass_ms=_pass_ms(target, text, shape.num_nodes, max_rows, measure),
+        pass_ms=time_passes(target, text, shape.num_nodes, max_rows, measure),
         draft_ms=_draft_ms(target, drafter, shape, text, measure),
     )
     place = f"context {context}, {target.device.type}, {str(target.dtype).removeprefix('torch.')}, {drafter.kind}"
@@ -201,7 +201,7 @@ def _static_tree(drafter: Drafter) -> TreeShape:
     return drafter.shape
 
 
-def _pass_ms(
+def time_passes(
     target: Target, text: torch.Tensor, num_nodes: int, max_rows: int, measure: Measure
 ) -> Mapping[int, float]:
     """Times of the target's pass for trees of 1, 2, 3, 4, 6, 8, ... nodes and the whole one, by rows of the batch."""
@@ -233,23 +233,41 @@ def _draft_ms(
     target: Target, drafter: Drafter, shape: TreeShape, text: torch.Tensor, measure: Measure
 ) -> Sequence[float]:
     """Times of drafting by depth: measured for the shallowest and the whole tree, a line in between."""
-    prompt = Prompt(
-        tokens=text.to(target.device),
-        lengths=torch.full((text.shape[0],), text.shape[1], dtype=torch.int32, device=target.device),
-        max_length=text.shape[1] + 1,
-    )
-    root = prompt.tokens[:, -1].int()
     first_level = subtree(shape, list(shape.levels[1]))
     times = {}
     for tree in (first_level, shape):
         one = with_tree(drafter, tree)
-        one.bind(target)
-        with without_autograd(target.device), target.hooked(), one.session():
-            cache = target.new_cache(text.shape[0], text.shape[1] + 1)
-            output = target.prefill(prompt.tokens, prompt.lengths, cache)
-            one.allocate(Room(text.shape[0], prompt.max_length, text.shape[1], 1), target.device)
+        times[tree.max_depth] = time_drafts(target, one, text, measure)[0]
+    drafter.bind(target)
+    shallow, whole = times[1], times[shape.max_depth]
+    slope = (whole - shallow) / max(1, shape.max_depth - 1)
+    return [0.0, *(max(0.0, shallow + slope * depth) for depth in range(shape.max_depth))]
 
+
+def time_drafts(target: Target, drafter: Drafter, text: torch.Tensor, measure: Measure) -> list[float]:
+    """Milliseconds of a draft behind a text, and of what the drafter learns from a step, in each of its ways.
+
+    Args:
+        target: the target.
+        drafter: bound to it by this.
+        text: [B, T] int64.
+        measure: what times a function.
+    """
+    tokens = text.to(target.device)
+    lengths = torch.full((text.shape[0],), text.shape[1], dtype=torch.int32, device=target.device)
+    prompt = Prompt(tokens, lengths, max_length=text.shape[1] + 1)
+    root = tokens[:, -1].int()
+    drafter.bind(target)
+    times = []
+    with without_autograd(target.device), target.hooked(), drafter.session():
+        cache = target.new_cache(text.shape[0], text.shape[1] + 1)
+        output = target.prefill(tokens, lengths, cache)
+        for way in range(drafter.num_ways):
+            # a way may leave what other ways would read
+            room = Room(text.shape[0], prompt.max_length, text.shape[1], 1, may_ask=target.device.type == "cpu")
+            one = drafter.copy_for(room, target.device)
             one.start(prompt, output)
+            one.take(way)
             counters = [(tensor, tensor.clone()) for tensor in tensors_of(one) if not tensor.is_floating_point()]
             one.draft(root, Best())
             moved = [(tensor, before) for tensor, before in counters if not torch.equal(tensor, before)]
@@ -259,11 +277,8 @@ def _draft_ms(
                     tensor.copy_(before)
                 return one.draft(root, Best())
 
-            times[tree.max_depth] = measure(draft)
-    drafter.bind(target)
-    shallow, whole = times[1], times[shape.max_depth]
-    slope = (whole - shallow) / max(1, shape.max_depth - 1)
-    return [0.0, *(max(0.0, shallow + slope * depth) for depth in range(shape.max_depth))]
+            times.append(measure(draft))
+    return times
 
 
 def _wait() -> None:

@@ -13,6 +13,7 @@ from specdec.drafters.union.planner import FIXED_POINT, Choices, WayPlanner, lad
 NAMES = ("lookup", "network")
 LOOKUP, NETWORK, BOTH = 1, 2, 3
 BUDGET, DEPTH = 64, 11
+BACKLOG = 2 * DEPTH + 64
 
 # milliseconds by nodes; simulated, in proportions that targets of these kinds have
 TABLES = {
@@ -41,14 +42,18 @@ def gain_of(text, group, num_nodes):
 
 def choices_of(table, *, drafts=None):
     costs = WayCosts(TABLES[table], DRAFTS if drafts is None else drafts)
-    return Choices(NAMES, BUDGET, costs, backlog=2 * DEPTH + 64, most_emitted=DEPTH)
+    return Choices(NAMES, BUDGET, costs, most_emitted=DEPTH)
+
+
+def planner_of(choices, *, may_ask=False):
+    return WayPlanner(choices, 1, backlog=BACKLOG, may_ask=may_ask)
 
 
 def simulate(choices, texts, *, lag, noise, seed=0, planner=None, finish=list):
     """Decode a text of these natures, one a step; returns tokens, milliseconds and the ways taken."""
     draw = random.Random(seed)
     is_cut = 2 in choices.costs.pass_ms and choices.costs.pass_ms[2] < 1.2 * choices.costs.pass_ms[1]  # as on a CPU
-    planner = WayPlanner(choices, 1, may_ask=is_cut) if planner is None else planner
+    planner = planner_of(choices, may_ask=is_cut) if planner is None else planner
     planner.begin(finish)
     waiting, taken = deque(), []
     tokens = spent = 0.0
@@ -147,19 +152,19 @@ def test_no_more_waits_for_a_drafter_than_it_can_hold(lag):
     for way in taken:
         waiting = 0 if way.group & NETWORK else waiting
         waiting += max(1, min(DEPTH, round(1 + gain_of("list", way.group, way.num_nodes))))
-        assert waiting <= choices.backlog
+        assert waiting <= BACKLOG
 
 
 def test_without_costs_all_drafters_propose_in_every_step():
-    choices = Choices(NAMES, BUDGET, None, backlog=100, most_emitted=DEPTH)
-    planner = WayPlanner(choices, 1, may_ask=False)
+    choices = Choices(NAMES, BUDGET, None, most_emitted=DEPTH)
+    planner = planner_of(choices)
     chosen = {choices.ways[planner.choose()] for _ in range(50)}
     assert [(way.group, way.num_nodes) for way in chosen] == [(BOTH, BUDGET)]
 
 
 def test_a_step_is_cut_to_the_size_that_is_worth_most():
     choices = choices_of("a CPU")
-    planner = WayPlanner(choices, 1, may_ask=True)
+    planner = planner_of(choices, may_ask=True)
     planner.choose()
     sizes = ladder(BUDGET)
     rates = {size: (1 + 0.5 * (size > 3)) / choices.costs.of(BOTH, size, 1) for size in sizes}
@@ -168,7 +173,7 @@ def test_a_step_is_cut_to_the_size_that_is_worth_most():
 
 def test_the_report_says_what_was_chosen_and_what_came():
     choices = choices_of("7B, one row")
-    planner = WayPlanner(choices, 1, may_ask=False)
+    planner = planner_of(choices)
     simulate(choices, ["list"] * 50, lag=0, noise=0.0, planner=planner, finish=lambda: [30, 20])
     report = planner.report([7] * 50)
     assert len(report.steps) == 50

@@ -1,10 +1,10 @@
 """Which drafters propose in the next step, and how large the tree may be: what is worth most tokens per second.
 
 After every step the device tells how many tokens each set of the drafters that had proposed was expected to get with
-each number of nodes, by calibrated reach (`reach.py`). The planner keeps a running mean of these and divides by what such
-a step costs. A drafter that is left out tells nothing, so it is asked again: the longer it was not worth it, the more
-rarely, but never so rarely that it could not come back, and the more often the less it costs. Nothing here looks at a
-clock or at the device, so that it can be simulated.
+each number of nodes, by calibrated reach (`reach.py`). The planner keeps a running mean of these and divides it by what
+such a step costs. A drafter that is left out tells nothing, so it is asked again: the longer it was not worth it, the
+more rarely, but never so rarely that it could not come back, and the more often the less it costs. Nothing here looks at
+a clock or at the device, so that it can be simulated.
 """
 
 from collections import deque
@@ -60,7 +60,6 @@ class Choices:
         names: of the drafters.
         budget: nodes of the largest tree, root included.
         costs: of a step; None where nothing was measured: all drafters then propose in every step.
-        backlog: most tokens that may wait for a drafter which does not draft.
         most_emitted: tokens that a step emits per row at most.
         ways: plain decoding first.
     """
@@ -68,7 +67,6 @@ class Choices:
     names: tuple[str, ...]
     budget: int
     costs: WayCosts | None
-    backlog: int
     most_emitted: int
     ways: tuple[Way, ...] = field(init=False)
 
@@ -102,19 +100,24 @@ class WayPlanner(Planner):
     Args:
         choices: what there is.
         batch_size: rows that are decoded together, padding included.
+        backlog: most tokens that may wait for a drafter which does not draft.
         may_ask: whether trees are cut in the step itself to the size that is worth most: then only the largest trees
             are chosen among.
     """
 
-    def __init__(self, choices: Choices, batch_size: int, *, may_ask: bool) -> None:
+    def __init__(self, choices: Choices, batch_size: int, *, backlog: int, may_ask: bool) -> None:
         self.choices = choices
-        self._batch_size = batch_size
+        self._backlog = backlog
         self._may_ask = may_ask
         largest = [way for way in choices.ways if way.group == PLAIN or way.num_nodes == choices.budget]
         self._allowed = largest if may_ask else list(choices.ways)
         self._gains: dict[tuple[int, int], float] = {}  # draft tokens expected, by set and size
         self._spent: dict[int, float] = {}  # where trees are cut in the step: its expected time, by set
         self._seen: dict[int, int] = {}  # by set, the step that last told something about it
+        groups, rows = {way.group for way in choices.ways}, batch_size
+        sizes = {way.num_nodes for way in choices.ways} | {*choices.sizes}
+        costs = choices.costs
+        self._costs = {} if costs is None else {(g, n): costs.of(g, n, rows) for g in groups for n in sizes}
         members = range(len(choices.names))
         self._waits = [_FIRST_WAIT] * len(members)
         self._most_waits = [self._most_wait(number) for number in members]
@@ -200,7 +203,7 @@ class WayPlanner(Planner):
         self._step += 1
 
     def _is_due(self, number: int) -> bool:
-        is_full = self._unread[number] + self.choices.most_emitted > self.choices.backlog
+        is_full = self._unread[number] + self.choices.most_emitted > self._backlog
         return is_full or self._idle[number] >= self._waits[number]
 
     def _learn(self, part: int, gains: Sequence[float]) -> None:
@@ -208,15 +211,15 @@ class WayPlanner(Planner):
         since = self._step - self._seen.get(part, self._step - 1)
         weight = 1.0 if part not in self._seen else 1 - (1 - _SMOOTHING) ** max(since, 1)
         self._seen[part] = self._step
-        costs = self.choices.costs
-        if self._may_ask and costs is not None:
+        if self._may_ask and self._costs:
             size = self._best_size(part, gains)
-            spent = costs.of(part, size, self._batch_size)
-            gains = [gains[self.choices.sizes.index(size)]] * len(gains)
-            self._spent[part] = spent if part not in self._spent else self._spent[part] + weight * (
-                spent - self._spent[part]
+            spent = self._costs[part, size]
+            gains = [gains[self.choices.sizes.index(size)]]
+            self._spent[part] = (
+                spent if part not in self._spent else self._spent[part] + weight * (spent - self._spent[part])
             )
-        for size, gain in zip(self.choices.sizes, gains, strict=True):
+        sizes = self.choices.sizes if not self._may_ask else self.choices.sizes[-1:]
+        for size, gain in zip(sizes, gains, strict=False):
             before = self._gains.get((part, size), gain)
             self._gains[part, size] = before + weight * (gain - before)
 
@@ -231,45 +234,41 @@ class WayPlanner(Planner):
 
     def _rate(self, way: Way) -> float:
         """Expected tokens of all running rows per millisecond."""
-        costs, rows = self.choices.costs, self._num_rows
-        if costs is None:
+        rows = self._num_rows
+        if not self._costs:
             return float(way.num_nodes)  # the largest tree
         if not way.group:
-            return rows / costs.of(PLAIN, 1, self._batch_size)
+            return rows / self._costs[PLAIN, 1]
         gain = self._gains.get((way.group, way.num_nodes))
         if gain is None:
             return 0.0  # the first step of a generation tells something about every set
         # where trees are cut in the step, what was scored is known, and not how large the tree might have been
-        spent = self._spent[way.group] if self._may_ask else costs.of(way.group, way.num_nodes, self._batch_size)
+        spent = self._spent[way.group] if self._may_ask else self._costs[way.group, way.num_nodes]
         return (rows + gain) / spent
 
     def _best_size(self, group: int, gains: Sequence[float]) -> int:
         """The size of the ladder, or the root alone, that is worth most; `gains` by size."""
-        costs, sizes = self.choices.costs, self.choices.sizes
-        if costs is None:
+        sizes, rows, costs = self.choices.sizes, self._num_rows, self._costs
+        if not costs:
             return sizes[-1]
-        rates = [
-            (self._num_rows + gain) / costs.of(group, size, self._batch_size)
-            for size, gain in zip(sizes, gains, strict=True)
-        ]
-        return sizes[max(range(len(sizes)), key=lambda place: (rates[place], -place))]
+        rates = [(rows + gain) / costs[group, size] for size, gain in zip(sizes, gains, strict=True)]
+        return sizes[rates.index(max(rates))]  # of equal ones the smallest
 
     def _best_of(self, group: int) -> Way:
         """The best size for a set of drafters; as long as nothing is known they are only asked."""
-        return max((way for way in self._allowed if way.group == group), key=lambda way: (self._rate(way), -way.num_nodes))
+        return max(
+            (way for way in self._allowed if way.group == group), key=lambda way: (self._rate(way), -way.num_nodes)
+        )
 
     def _most_wait(self, number: int) -> int:
         """Steps after which a drafter is asked again in any case: the fewer, the less that costs."""
-        costs = self.choices.costs
-        if costs is None:
+        if not self._costs:
             return _MOST_WAIT
-        plain = costs.of(PLAIN, 1, self._batch_size)
-        extra = costs.of(1 << number, 1, self._batch_size) - plain
+        plain = self._costs[PLAIN, 1]
+        extra = self._costs[1 << number, 1] - plain
         return max(_FIRST_WAIT, min(_MOST_WAIT, round(extra / (_SHARE * plain))))
 
     def _note(self, way: Way, num_nodes: int, expected: float) -> None:
-        costs = self.choices.costs
-        cost = 0.0 if costs is None else costs.of(way.group, num_nodes, self._batch_size)
-        plain = 0.0 if costs is None else costs.of(PLAIN, 1, self._batch_size)
+        cost, plain = (self._costs.get(key, 0.0) for key in ((way.group, num_nodes), (PLAIN, 1)))
         members = tuple(name for number, name in enumerate(self.choices.names) if way.group >> number & 1)
         self._steps.append(PlannedStep(members, num_nodes, self._num_rows, self._num_rows + expected, cost, plain))
