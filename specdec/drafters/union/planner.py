@@ -3,8 +3,9 @@
 After every step the device tells how many tokens each set of the drafters that had proposed was expected to get with
 each number of nodes, by calibrated reach (`reach.py`). The planner keeps a running mean of these and divides it by what
 such a step costs. A drafter that is left out tells nothing, so it is asked again: the longer it was not worth it, the
-more rarely, but never so rarely that it could not come back, and the more often the less it costs. Nothing here looks at
-a clock or at the device, so that it can be simulated.
+more rarely, but never so rarely that it could not come back, and the more often the less it costs. Where steps end
+before the next one begins, they are timed, and the table of costs is corrected by what they took. Nothing else here looks
+at a clock or at the device, so that it can be simulated.
 """
 
 from collections import deque
@@ -27,6 +28,7 @@ SIZES = (1, 4, 12, 32, 64, 128, 256)
 
 _LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 _SMOOTHING = 0.2  # weight of the newest step in a running mean
+_MOST_MOVED = 1.5  # by which a single step may differ from what steps took before
 _FIRST_WAIT = 4  # steps before a drafter that was left out is asked again
 _MOST_WAIT = 64
 _SHARE = 0.015  # of the time of plain decoding that asking again may take, per drafter
@@ -103,11 +105,23 @@ class WayPlanner(Planner):
         backlog: most tokens that may wait for a drafter which does not draft.
         may_ask: whether trees are cut in the step itself to the size that is worth most: then only the largest trees
             are chosen among.
+        clock: seconds, where the time from one choice to what is observed of it is that of a step.
     """
 
-    def __init__(self, choices: Choices, batch_size: int, *, backlog: int, may_ask: bool) -> None:
+    def __init__(
+        self,
+        choices: Choices,
+        batch_size: int,
+        *,
+        backlog: int,
+        may_ask: bool,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.choices = choices
         self._backlog = backlog
+        self._clock = clock
+        self._began = 0.0
+        self._corrections: dict[int, float] = {}  # of the table of costs, by set
         self._may_ask = may_ask
         largest = [way for way in choices.ways if way.group == PLAIN or way.num_nodes == choices.budget]
         self._allowed = largest if may_ask else list(choices.ways)
@@ -122,29 +136,30 @@ class WayPlanner(Planner):
         self._waits = [_FIRST_WAIT] * len(members)
         self._most_waits = [self._most_wait(number) for number in members]
         self._num_rows = batch_size
+        self._idle = [0] * len(self.choices.names)  # steps since each drafter drafted
         self.begin()
 
     def begin(self, finish: Callable[[], Sequence[int]] = list) -> None:
-        """Begin a generation: what was learnt about sets and sizes stays.
+        """Begin a generation: what was learnt about sets and sizes stays, and drafters are asked again sooner.
 
         Args:
             finish: called at its end; gives per drafter the accepted tokens that it had proposed.
         """
         self._finish = finish
         self._step = 0
-        self._idle = [0] * len(self.choices.names)  # steps since each drafter drafted
+        self._waits = [max(_FIRST_WAIT, wait // 2) for wait in self._waits]
         self._unread = [0] * len(self.choices.names)  # tokens that may wait for each
         self._pending: deque[tuple[int, int | None]] = deque()  # way and size of steps not heard of yet
         self._asked: set[int] = set()  # drafters that are asked again
         self._steps: list[PlannedStep] = []
 
     def choose(self) -> int:
-        """As `Planner`. The first step of a generation asks all drafters."""
+        """As `Planner`. The very first step asks all drafters."""
         choices = self.choices
         everyone = (1 << len(choices.names)) - 1
         best = max(self._allowed, key=lambda way: (self._rate(way), -way.num_nodes))
         due = [number for number in range(len(choices.names)) if not best.group >> number & 1 and self._is_due(number)]
-        if self._step == 0 or choices.costs is None:
+        if not self._gains or choices.costs is None:
             best = self._best_of(everyone)
         elif due:
             self._asked.update(due)
@@ -172,6 +187,8 @@ class WayPlanner(Planner):
             return  # of a replay that was surplus
         number, cut_to = self._pending.popleft()
         way, sizes = self.choices.ways[number], self.choices.sizes
+        if self._clock is not None and self._costs:
+            self._correct(way.group, cut_to or way.num_nodes, 1e3 * (self._clock() - self._began))
         self._num_rows, longest = (numbers[0], numbers[1]) if way.group else (self._num_rows, 1)
         for member in range(len(self._unread)):
             self._unread[member] += longest - self.choices.most_emitted
@@ -201,6 +218,8 @@ class WayPlanner(Planner):
             self._unread[number] = (0 if drafts else self._unread[number]) + self.choices.most_emitted
         self._pending.append((self.choices.ways.index(way), None))
         self._step += 1
+        if self._clock is not None:
+            self._began = self._clock()
 
     def _is_due(self, number: int) -> bool:
         is_full = self._unread[number] + self.choices.most_emitted > self._backlog
@@ -223,6 +242,18 @@ class WayPlanner(Planner):
             before = self._gains.get((part, size), gain)
             self._gains[part, size] = before + weight * (gain - before)
 
+    def _correct(self, group: int, num_nodes: int, took_ms: float) -> None:
+        """Correct the costs of a set of drafters by what a step took; one that was disturbed moves them a little."""
+        before = self._corrections.get(group, 1.0)
+        ratio = took_ms / self._costs[group, num_nodes]
+        ratio = min(max(ratio, before / _MOST_MOVED), before * _MOST_MOVED)
+        self._corrections[group] = before + _SMOOTHING * (ratio - before)
+
+    def _correction(self, group: int) -> float:
+        """Of sets that were not timed yet that of the others."""
+        known = self._corrections
+        return known[group] if group in known else sum(known.values()) / len(known) if known else 1.0
+
     def _judge(self, way: Way) -> None:
         """Ask drafters again sooner that turned out to be worth it, and later those that did not."""
         best = max(self._allowed, key=lambda one: (self._rate(one), -one.num_nodes))
@@ -237,14 +268,15 @@ class WayPlanner(Planner):
         rows = self._num_rows
         if not self._costs:
             return float(way.num_nodes)  # the largest tree
+        correction = self._correction(way.group)
         if not way.group:
-            return rows / self._costs[PLAIN, 1]
+            return rows / (correction * self._costs[PLAIN, 1])
         gain = self._gains.get((way.group, way.num_nodes))
         if gain is None:
-            return 0.0  # the first step of a generation tells something about every set
+            return 0.0  # the first step tells something about every set
         # where trees are cut in the step, what was scored is known, and not how large the tree might have been
         spent = self._spent[way.group] if self._may_ask else self._costs[way.group, way.num_nodes]
-        return (rows + gain) / spent
+        return (rows + gain) / (correction * spent)
 
     def _best_size(self, group: int, gains: Sequence[float]) -> int:
         """The size of the ladder, or the root alone, that is worth most; `gains` by size."""
@@ -269,6 +301,9 @@ class WayPlanner(Planner):
         return max(_FIRST_WAIT, min(_MOST_WAIT, round(extra / (_SHARE * plain))))
 
     def _note(self, way: Way, num_nodes: int, expected: float) -> None:
-        cost, plain = (self._costs.get(key, 0.0) for key in ((way.group, num_nodes), (PLAIN, 1)))
+        cost, plain = (
+            self._correction(group) * self._costs.get((group, size), 0.0)
+            for group, size in ((way.group, num_nodes), (PLAIN, 1))
+        )
         members = tuple(name for number, name in enumerate(self.choices.names) if way.group >> number & 1)
         self._steps.append(PlannedStep(members, num_nodes, self._num_rows, self._num_rows + expected, cost, plain))

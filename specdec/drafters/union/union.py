@@ -8,6 +8,7 @@ Needs from the target: what its members need. Cost: that of the members that dra
 """
 
 import copy
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import ClassVar
@@ -15,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from specdec.drafters.union.costs import WayCosts
+from specdec.drafters.union.deferred import Deferred
 from specdec.drafters.union.planner import FIXED_POINT, Choices, WayPlanner
 from specdec.drafters.union.reach import Evidence, Pool, ReachTables
 from specdec.drafting.base import Drafter, Prompt, Room
@@ -126,7 +128,13 @@ class Union(Drafter):
         """As `Drafter`; what it has learnt stays for later generations of as many rows."""
         key = self._rows, self._may_ask
         if key not in self._planners:
-            self._planners[key] = WayPlanner(self.choices, self._rows, backlog=self._held, may_ask=self._may_ask)
+            self._planners[key] = WayPlanner(
+                self.choices,
+                self._rows,
+                backlog=self._held,
+                may_ask=self._may_ask,
+                clock=time.perf_counter if self._may_ask else None,
+            )
         self._planner = self._planners[key]
         self._planner.begin(self.finish)
         return self._planner
@@ -178,6 +186,8 @@ class Union(Drafter):
         self._nothing = torch.zeros(self.choices.num_parts, room.batch_size, len(self.choices.sizes), device=device)
         num_numbers = 2 + self.choices.num_parts * len(self.choices.sizes)
         self._forecast = torch.zeros(num_numbers, dtype=torch.int32, device=device)
+        self._deferred = Deferred(len(self.members)) if room.may_ask else None
+        self._root: torch.Tensor | None = None
         self._planner = self._pool = self._gains = None
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
@@ -185,6 +195,7 @@ class Union(Drafter):
         if output.first == 0:
             self._tables.start()
             self._forecast.zero_()
+            self._deferred = None if self._deferred is None else Deferred(len(self.members))
             self._pool = self._gains = None
         for member in self.members:
             member.start(prompt, output)
@@ -192,21 +203,25 @@ class Union(Drafter):
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Let the members of the way propose, and merge what they say."""
         way = self.choices.ways[self._way]
-        drafting = [number for number in range(len(self.members)) if way.group >> number & 1]
+        self._drafting = [number for number in range(len(self.members)) if way.group >> number & 1]
         trees = []
         for number, member in enumerate(self.members):
-            if number in drafting:
+            if number in self._drafting:
+                if self._deferred is not None:
+                    self._deferred.tell(number, member)
                 trees.append(member.draft(root, Best(with_logps=True)))
-            else:
+            elif self._deferred is None:
                 member.skip(root)
-        if not drafting:
+        if self._deferred is not None and len(trees) < len(self.members):
+            self._root = root.clone()
+        if not trees:
             return self._plain(root)
         if self._may_ask and not any(bool(tree.deepest.any()) for tree in trees):
             self._gains = self._nothing[: len(way.parts)]
             if self._planner is not None:
                 self._planner.cut([0.0] * len(self.choices.sizes))
             return self._plain(root)
-        pool = self._pool = Pool(trees, drafting, self._tables)
+        pool = self._pool = Pool(trees, self._drafting, self._tables)
         merged = tree_merge(
             pool.tokens,
             pool.parent,
@@ -233,8 +248,11 @@ class Union(Drafter):
 
     def commit(self, verdict: Verdict, output: TargetOutput) -> None:
         """Let every member know what was accepted, and learn whose candidates were right."""
-        for member in self.members:
-            member.commit(verdict, output)
+        for number, member in enumerate(self.members):
+            if self._deferred is None or number in self._drafting:
+                member.commit(verdict, output)
+        if self._deferred is not None and len(self._drafting) < len(self.members):
+            self._deferred.note(self._root, verdict, output, self._drafting)
         self.learn(verdict)
 
     def learn(self, verdict: Verdict) -> None:
@@ -244,6 +262,14 @@ class Union(Drafter):
             return
         if pool is not None:
             self._tables.learn(pool, verdict)
+        if self._may_ask:
+            running = [accepted >= 0 for accepted in (emitted := verdict.num_accepted.tolist())]
+            numbers = [float(sum(running)), 1.0 + max(emitted)]
+            for of_part in gains.tolist():
+                kept = [values for values, is_running in zip(of_part, running, strict=True) if is_running]
+                numbers += [FIXED_POINT * sum(column) for column in zip(*kept, strict=True)]
+            self._forecast[: len(numbers)] = torch.tensor(numbers)
+            return
         is_running = verdict.num_accepted >= 0
         expected = torch.einsum("gbl,b->gl", gains, is_running.to(gains.dtype)) * FIXED_POINT
         first = torch.stack((is_running.sum(), verdict.num_accepted.amax() + 1))
