@@ -130,7 +130,7 @@ class DFlash(NetworkDrafter):
         if self._selector is not None:
             return self._draft_lattice(self._selector, states, root, choose)
         if isinstance(self.shape, DynamicTree):
-            return grow_product(self.shape, root, self._best(states), choose, backend=self._target.backend)
+            return grow_product(self.shape, root, self._best(states), backend=self._target.backend)
         return self._template.expand(self._choose(states, choose), root)
 
     def _draft_lattice(
@@ -143,8 +143,7 @@ class DFlash(NetworkDrafter):
             scores = selector(states, torch.cat((first, best.tokens[:, :-1]), 1), best.tokens, best.values)
             logps, width = scores.log_softmax(-1), min(self.shape.top_k, selector.top_k)
             tokens = best.tokens[:, :, :width]
-            laws = logps[:, :, :width, :width]
-            return grow_lattice(self.shape, root, tokens, laws, choose, backend=self._target.backend)
+            return grow_lattice(self.shape, root, tokens, logps[:, :, :width, :width], backend=self._target.backend)
         before = root[:, None]
         lists: list[Candidates] = []
         for depth in range(self.shape.max_depth):
@@ -153,8 +152,7 @@ class DFlash(NetworkDrafter):
             tokens = best.tokens[:, depth, None].long().expand(-1, before.shape[1], -1)
             scores = selector(states[:, depth], before, tokens[:, 0], best.values[:, depth])
             if isinstance(choose, Best):  # over the candidates alone
-                chosen = choose(scores, self._num_ranks)
-                lists.append(Candidates(tokens.gather(2, chosen.tokens), logps=chosen.logps))
+                lists.append(Candidates(tokens.gather(2, choose(scores, self._num_ranks).tokens)))
             else:
                 laws = scores.new_full((*before.shape, self._target.vocab_size), -torch.inf)
                 lists.append(choose(laws.scatter(2, tokens, scores), self._num_ranks))

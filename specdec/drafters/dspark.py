@@ -92,11 +92,11 @@ class DSpark(DFlash):
         """One pass over the block, then a small product per depth over the nodes that are extended."""
         states = self._states(root)[:, : self.shape.max_depth]
         if isinstance(self.shape, DynamicTree) and self.network.markov_head is None and self.confidence is None:
-            return grow_product(self.shape, root, self._best(states), choose, backend=self._target.backend)
+            return grow_product(self.shape, root, self._best(states), backend=self._target.backend)
         logits = self.lm_heads.logits(states)
         memory = self.network.new_memory(states)
         if isinstance(self.shape, DynamicTree):
-            return self._draft_grown(self.shape, logits, states, memory, root, choose)
+            return self._draft_grown(self.shape, logits, states, memory, root)
         tokens, candidates = root[:, None], list[Candidates]()
         for depth, level in enumerate((None, *self._levels)):
             if level is not None:
@@ -133,7 +133,6 @@ class DSpark(DFlash):
         states: torch.Tensor,
         memory: torch.Tensor,
         root: torch.Tensor,
-        choose: Choose,
     ) -> DraftTree:
         """The best nodes of a beam search, of rows' `logits [B, max_depth, V]` and `states [B, max_depth, C]`."""
 
@@ -147,7 +146,7 @@ class DSpark(DFlash):
             return best(depth + 1, beam.tokens, rows_of(memory, beam.row))
 
         first, memory = best(0, root[:, None], memory)
-        return grow_by_beam(shape, root, first, memory, extend, choose, backend=self._target.backend)
+        return grow_by_beam(shape, root, first, memory, extend, backend=self._target.backend)
 
     def _where_sure(self, values: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Logits `[B, n, R]` behind `tokens [B, n]`, -inf where the network is less sure than is asked for."""

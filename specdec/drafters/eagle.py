@@ -116,7 +116,7 @@ class Eagle(NetworkDrafter):
         self._prefix.advance()
         first = pairs.last(states)[:, None]
         if isinstance(self.shape, DynamicTree):
-            return self._draft_dynamic(self.shape, first, root, choose)
+            return self._draft_dynamic(self.shape, first, root)
         return self._template.expand(self._draft_static(first, choose), root)
 
     def skip(self, root: torch.Tensor) -> None:
@@ -140,12 +140,12 @@ class Eagle(NetworkDrafter):
             candidates.append(self._choose(states, choose))
         return Candidates.cat(candidates)
 
-    def _draft_dynamic(self, shape: DynamicTree, states: torch.Tensor, root: torch.Tensor, choose: Choose) -> DraftTree:
+    def _draft_dynamic(self, shape: DynamicTree, states: torch.Tensor, root: torch.Tensor) -> DraftTree:
         """Beam search from `states [B, 1, C]`, which follows the root; then the best nodes of all passes."""
         ancestors = self._own_bits.new_zeros(root.shape[0], 1, self._own_bits.shape[1])
         remembered = states, ancestors
         return grow_by_beam(
-            shape, root, self._best(states), remembered, self._extend_beam, choose, backend=self._target.backend
+            shape, root, self._best(states), remembered, self._extend_beam, backend=self._target.backend
         )
 
     def _extend_beam(

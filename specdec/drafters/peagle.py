@@ -87,5 +87,5 @@ class PEagle(Eagle3):
         width = pairs.tokens.shape[1]
         states = torch.cat((pairs.last(states[:, :width])[:, None], states[:, width:]), 1)
         if isinstance(self.shape, DynamicTree):
-            return grow_product(self.shape, root, self._best(states), choose, backend=self._target.backend)
+            return grow_product(self.shape, root, self._best(states), backend=self._target.backend)
         return self._template.expand(self._choose(states, choose), root)

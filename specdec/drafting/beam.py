@@ -10,15 +10,14 @@ from typing import TypeVar
 
 import torch
 
-from specdec.drafting.candidates import Choose, wants_logps
 from specdec.drafting.draft_tree import DraftTree
-from specdec.kernels.common.dynamic_tree import Beam, RerankedTree
+from specdec.kernels.common.dynamic_tree import Beam
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.topk import TopK
 from specdec.kernels.tree_rerank import MAX_POOL, beam_step, tree_rerank
 from specdec.trees.dynamic import DynamicTree
 
-__all__ = ["behind_parents", "check_pool", "grow_by_beam", "rows_of"]
+__all__ = ["check_pool", "grow_by_beam", "rows_of"]
 
 State = TypeVar("State")
 
@@ -35,7 +34,6 @@ def grow_by_beam(
     first: TopK,
     state: State,
     extend: Callable[[int, Beam, State], tuple[TopK, State]],
-    choose: Choose,
     *,
     backend: Backend | None,
 ) -> DraftTree:
@@ -48,7 +46,6 @@ def grow_by_beam(
         state: what the drafter remembers of the root.
         extend: given the number of a pass, from 0, the beam that it feeds (nodes of depth 1 first) and what was
             kept of the last one; gives the best tokens after each entry, [B, top_k, top_k], and what to keep.
-        choose: whether the tree is to say how probable its nodes are.
         backend: what runs the kernels; by default decided by the device.
     """
     best, width = first, shape.top_k
@@ -74,24 +71,16 @@ def grow_by_beam(
         first_index += best.tokens.shape[1] * width
         best, state = extend(depth, beam, state)
         parent, beam_logps = beam.index, beam.logps
-    path_logps = torch.cat(logps, 1)
     tree = tree_rerank(
         torch.cat(tokens, 1),
-        path_logps,
+        torch.cat(logps, 1),
         torch.cat(parents, 1),
         root,
         num_nodes=shape.num_nodes,
         max_depth=shape.max_depth,
         backend=backend,
     )
-    own = behind_parents(tree, path_logps.flatten(1)) if wants_logps(choose) else None
-    return DraftTree.of(tree, shape.max_depth, logps=own)
-
-
-def behind_parents(tree: RerankedTree, path_logps: torch.Tensor) -> torch.Tensor:
-    """[B, N] log-probability of each node behind its parent, of `path_logps [B, P]` of the paths of a pool."""
-    of_path = path_logps.gather(1, tree.index.long().clamp(min=0)).where(tree.index >= 0, 0.0)
-    return of_path - of_path.gather(1, tree.parent.long().clamp(min=0))
+    return DraftTree.of(tree, shape.max_depth)
 
 
 def rows_of(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

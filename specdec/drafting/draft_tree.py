@@ -34,8 +34,6 @@ class DraftTree:
         law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
         num_fixed: nodes from the first on that are scored in any case, as their drafter reads what the target says at
             them; padding behind these may be left out (`cut`). None: all of them.
-        logps: [B, N] float32, log-probability, nats, that the drafter gives each node behind its parent; anything at
-            the root and at padding. None where nobody asked (`Best.with_logps`), or the drafter does not say.
     """
 
     tokens: torch.Tensor
@@ -47,20 +45,12 @@ class DraftTree:
     laws: torch.Tensor | None = None
     law_row: torch.Tensor | None = None
     num_fixed: int | None = None
-    logps: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, tree: RerankedTree, max_depth: int, *, logps: torch.Tensor | None = None) -> "DraftTree":
+    def of(cls, tree: RerankedTree, max_depth: int) -> "DraftTree":
         """A tree that was grown from the most probable paths, at most `max_depth` deep; it has no laws."""
         nodes = tree.tokens, tree.parent, tree.depth, tree.ancestors
-        return cls(*nodes, deepest=tree.deepest, max_depth=max_depth, num_fixed=1, logps=logps)
-
-    def first(self, num_nodes: int) -> "DraftTree":
-        """The first nodes of a tree without laws, whose nodes stand in the order of their worth."""
-        if num_nodes >= self.tokens.shape[1]:
-            return self
-        tree = self._of_first(num_nodes)
-        return replace(tree, deepest=tree.depth.amax(1))
+        return cls(*nodes, deepest=tree.deepest, max_depth=max_depth, num_fixed=1)
 
     def cut(self) -> "DraftTree":
         """The tree without the padding behind the last node that any row uses, which nobody has to score.
@@ -75,16 +65,12 @@ class DraftTree:
         num_nodes = max(self.num_fixed, last_used + 1)
         if num_nodes == len(is_used):
             return self
-        return self._of_first(num_nodes)
-
-    def _of_first(self, num_nodes: int) -> "DraftTree":
         return replace(
             self,
             tokens=self.tokens[:, :num_nodes],
             parent=self.parent[:, :num_nodes],
             depth=self.depth[:, :num_nodes],
             ancestors=self.ancestors[:, :num_nodes, : (num_nodes + 31) // 32],
-            logps=None if self.logps is None else self.logps[:, :num_nodes],
         )
 
 
@@ -147,9 +133,6 @@ class TreeTemplate:
         """
         nodes = self.row, self.rank, self.node_depth
         tokens, _ = tree_expand(candidates.tokens, root, None, *nodes, backend=self.backend)
-        logps = candidates.logps
-        if logps is not None:
-            logps = logps.flatten(1)[:, self.row.clamp(min=0) * logps.shape[2] + self.rank]
         return DraftTree(
             tokens,
             self.parent,
@@ -159,24 +142,15 @@ class TreeTemplate:
             max_depth=self.shape.max_depth,
             laws=candidates.laws,
             law_row=None if candidates.laws is None else self.law_row,
-            logps=logps,
         )
 
-    def expand_chain(
-        self,
-        continuation: torch.Tensor,
-        num_tokens: torch.Tensor,
-        root: torch.Tensor,
-        *,
-        logps: torch.Tensor | None = None,
-    ) -> DraftTree:
+    def expand_chain(self, continuation: torch.Tensor, num_tokens: torch.Tensor, root: torch.Tensor) -> DraftTree:
         """Fill a chain of which each row uses its own first `num_tokens` nodes.
 
         Args:
             continuation: [B, max_depth] int32 tokens after the root; any valid token past `num_tokens`.
             num_tokens: [B] int32, 0 to max_depth.
             root: [B] int32 last emitted token.
-            logps: [B, max_depth + 1] float32, as of a `DraftTree`.
         """
         used = self.depth <= num_tokens[:, None]
         return DraftTree(
@@ -187,7 +161,6 @@ class TreeTemplate:
             deepest=num_tokens,
             max_depth=self.shape.max_depth,
             num_fixed=1,
-            logps=logps,
         )
 
 

@@ -5,7 +5,7 @@ Source: the best paths of a product of laws, as JetSpec (arXiv:2606.18394) and D
 
 What a drafter does with it:
     product   a position's law is the same behind every path: `dflash`, `peagle`, and `dspark` without a Markov head.
-              `grow_product(shape, root, heads.best(states[:, : shape.max_depth], shape.top_k), choose, ...)`, with
+              `grow_product(shape, root, heads.best(states[:, : shape.max_depth], shape.top_k), backend=...)`, with
               states [B, K, C] of the positions 1 .. K behind the root, and tokens of the target
     lattice   it depends on the candidate before: DFlash2. `grow_lattice` takes the laws behind every candidate
 A `DynamicTree` bounds such a tree in depth, nodes and candidates of a position; `shape_for_block` cuts it to the block.
@@ -14,7 +14,6 @@ Laws that depend on the whole path grow by `specdec.drafting.beam`.
 
 import torch
 
-from specdec.drafting.candidates import Choose, wants_logps
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.topk import TopK
@@ -39,9 +38,7 @@ def shape_for_block(shape: DynamicTree, max_depth: int) -> DynamicTree:
     return shape.cut(min(max_depth, MAX_GROWN_DEPTH))
 
 
-def grow_product(
-    shape: DynamicTree, root: torch.Tensor, best: TopK, choose: Choose, *, backend: Backend | None
-) -> DraftTree:
+def grow_product(shape: DynamicTree, root: torch.Tensor, best: TopK, *, backend: Backend | None) -> DraftTree:
     """Grow a tree from laws that are the same behind every path.
 
     Args:
@@ -49,17 +46,12 @@ def grow_product(
         root: [B] int32 last emitted token.
         best: the best `top_k` tokens of every position behind the root, [B, K, top_k] with K up to `max_depth`, tokens
             of the target. Those of -inf are never taken.
-        choose: whether the tree is to say how probable its nodes are.
         backend: what runs the kernel; by default decided by the device.
     """
     tree = tree_grow(
         best.tokens, best.values, root, num_nodes=shape.num_nodes, logsumexp=best.logsumexp, backend=backend
     )
-    logps = None
-    if wants_logps(choose):
-        of_position = (best.values - best.logsumexp[..., None]).flatten(1)
-        logps = of_position.gather(1, tree.index.long().clamp(min=0))
-    return DraftTree.of(tree, shape.max_depth, logps=logps)
+    return DraftTree.of(tree, shape.max_depth)
 
 
 def grow_lattice(
@@ -67,7 +59,6 @@ def grow_lattice(
     root: torch.Tensor,
     tokens: torch.Tensor,
     logps: torch.Tensor,
-    choose: Choose,
     *,
     backend: Backend | None,
 ) -> DraftTree:
@@ -79,16 +70,8 @@ def grow_lattice(
         tokens: [B, K, R] candidates of every position, tokens of the target.
         logps: [B, K, R, R] float32 log-probability of candidate r behind candidate p of the position before,
             [:, k, p, r], nats; of the first position [:, 0, 0], behind the root.
-        choose: whether the tree is to say how probable its nodes are.
         backend: what runs the kernel; by default decided by the device.
     """
     first, edges = logps[:, :, 0], logps[:, 1:]
     tree = tree_grow(tokens, first, root, num_nodes=shape.num_nodes, edges=edges, backend=backend)
-    own = None
-    if wants_logps(choose):
-        num_ranks, index = tokens.shape[2], tree.index.long().clamp(min=0)
-        # place in [K, p, r]: a child of the root has p = 0
-        above = (index.gather(1, tree.parent.long().clamp(min=0)) % num_ranks).where(tree.depth > 1, 0)
-        place = (index // num_ranks * num_ranks + above) * num_ranks + index % num_ranks
-        own = logps.flatten(1).gather(1, place)
-    return DraftTree.of(tree, shape.max_depth, logps=own)
+    return DraftTree.of(tree, shape.max_depth)

@@ -9,7 +9,6 @@ import specdec
 from lib import dflash2_cases, dflash_cases
 from lib.families import build_model
 from specdec.drafters.dflash import DFlash
-from specdec.drafting.candidates import Best
 from specdec.drafting.grown import grow_lattice, grow_product, shape_for_block
 from specdec.kernels.common.topk import TopK
 from specdec.models.common.lm_heads import best_of
@@ -40,7 +39,7 @@ def test_a_product_gives_its_most_probable_paths(generator):
     logits = 2 * torch.randn(2, POSITIONS, 20, generator=generator)
     tokens = best_of(logits, RANKS)
     best = TopK(logits.gather(2, tokens), tokens.int(), logits.logsumexp(-1), torch.zeros(2, POSITIONS).bool())
-    tree = grow_product(SHAPE, torch.tensor([5, 6], dtype=torch.int32), best, Best(), backend=None)
+    tree = grow_product(SHAPE, torch.tensor([5, 6], dtype=torch.int32), best, backend=None)
     laws = logits.double().log_softmax(-1)
     for row in range(2):
         totals = {}
@@ -55,7 +54,7 @@ def test_a_lattice_gives_its_most_probable_paths(generator):
     tokens = torch.stack([torch.randperm(20, generator=generator)[: POSITIONS * RANKS] for _ in range(2)])
     tokens = tokens.view(2, POSITIONS, RANKS)
     laws = (2 * torch.randn(2, POSITIONS, RANKS, RANKS, generator=generator)).log_softmax(-1)
-    tree = grow_lattice(SHAPE, torch.tensor([5, 6], dtype=torch.int32), tokens, laws, Best(), backend=None)
+    tree = grow_lattice(SHAPE, torch.tensor([5, 6], dtype=torch.int32), tokens, laws, backend=None)
     for row in range(2):
         totals = {}
         for depth in range(1, POSITIONS + 1):
@@ -69,7 +68,7 @@ def test_a_lattice_gives_its_most_probable_paths(generator):
 def test_a_block_of_one_position_has_no_pairs():
     laws = torch.tensor([[[[-0.1, -2.0]] * 2]])
     root, tokens = torch.tensor([7], dtype=torch.int32), torch.tensor([[[4, 5]]])
-    tree = grow_lattice(DynamicTree(3, 0, 2), root, tokens, laws, Best(), backend=None)
+    tree = grow_lattice(DynamicTree(3, 0, 2), root, tokens, laws, backend=None)
     assert tree.tokens.tolist() == [[7, 4, 5]]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from specdec.drafters.weightless.texts import RowTexts
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.candidates import Choose, wants_logps
+from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
@@ -75,7 +75,7 @@ class PromptLookup(Drafter):
         self._texts.append_root(root)
         text, lengths, columns = self._texts.tokens, self._texts.lengths, self._texts.columns
         matched = columns < lengths[:, None] - 1  # [B, S]: the last `size` tokens of the text also end here
-        found, matched_size = torch.full_like(lengths, -1), torch.zeros_like(lengths)
+        found = torch.full_like(lengths, -1)
         for size in range(1, self.max_ngram + 1):
             # one token longer: compare the token `size - 1` places before each column with that before the end
             last = text.gather(1, (lengths[:, None] - size).clamp(min=0).long())
@@ -83,17 +83,12 @@ class PromptLookup(Drafter):
             matched = matched & inside & (torch.roll(text, size - 1, 1) == last)
             position = torch.where(matched, columns, -1).amax(1).int()
             found = torch.where(position >= 0, position, found)
-            matched_size = torch.where(position >= 0, size, matched_size)
         start = (found + 1).clamp(min=0)
         places = start[:, None] + columns[: self.shape.max_depth]
         continuation = text.gather(1, places.clamp(max=text.shape[1] - 1).long())
         available = (lengths - start).clamp(max=self.shape.max_depth)
         num_tokens = torch.where(found >= 0, available, 0).int()
-        logps = None
-        if wants_logps(choose):  # as suffix estimates one occurrence behind a match of so many tokens
-            size = (matched_size[:, None] + self._template.node_depth).clamp(min=2)
-            logps = ((size - 1) / size).log()
-        return self._template.expand_chain(continuation.clamp(min=0), num_tokens, root, logps=logps)
+        return self._template.expand_chain(continuation.clamp(min=0), num_tokens, root)
 
     def skip(self, root: torch.Tensor) -> None:
         """As `Drafter`."""

@@ -17,8 +17,7 @@ import torch
 from specdec.drafters.weightless.continuations import find_occurrences, rank_paths
 from specdec.drafters.weightless.texts import RowTexts
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.beam import behind_parents
-from specdec.drafting.candidates import Choose, wants_logps
+from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.tree_rerank import tree_rerank
@@ -135,18 +134,16 @@ class Suffix(Drafter):
             num_paths=min(self.shape.num_nodes - 1, found.tokens.shape[1] * found.tokens.shape[2]),
             min_probability=self.min_probability,
         )
-        path_logps = paths.reach.log()
         tree = tree_rerank(
             paths.tokens[:, :, None],
-            path_logps[:, :, None],
+            paths.reach.log()[:, :, None],
             paths.parent,
             root,
             num_nodes=self.shape.num_nodes,
             max_depth=self.shape.max_depth,
             backend=self._backend,
         )
-        own = behind_parents(tree, path_logps) if wants_logps(choose) else None
-        return DraftTree.of(tree, self.shape.max_depth, logps=own)
+        return DraftTree.of(tree, self.shape.max_depth)
 
     def skip(self, root: torch.Tensor) -> None:
         """As `Drafter`."""
