@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 
 from specdec.drafting.base import Prompt, Room
-from specdec.drafting.candidates import Best, Candidates, Choose, choose_from
+from specdec.drafting.candidates import Best, Candidates, Choose, choose_from, wants_logps
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.grown import grow_lattice, grow_product, shape_for_block
 from specdec.drafting.network import NetworkDrafter
@@ -130,7 +130,8 @@ class DFlash(NetworkDrafter):
         if self._selector is not None:
             return self._draft_lattice(self._selector, states, root, choose)
         if isinstance(self.shape, DynamicTree):
-            return grow_product(self.shape, root, self._best(states), backend=self._target.backend)
+            best, asked = self._best(states), wants_logps(choose)
+            return grow_product(self.shape, root, best, backend=self._target.backend, with_logps=asked)
         return self._template.expand(self._choose(states, choose), root)
 
     def _draft_lattice(
@@ -142,8 +143,9 @@ class DFlash(NetworkDrafter):
             first = root[:, None, None].expand(-1, 1, selector.top_k)
             scores = selector(states, torch.cat((first, best.tokens[:, :-1]), 1), best.tokens, best.values)
             logps, width = scores.log_softmax(-1), min(self.shape.top_k, selector.top_k)
-            tokens = best.tokens[:, :, :width]
-            return grow_lattice(self.shape, root, tokens, logps[:, :, :width, :width], backend=self._target.backend)
+            tokens, logps = best.tokens[:, :, :width], logps[:, :, :width, :width]
+            backend, asked = self._target.backend, wants_logps(choose)
+            return grow_lattice(self.shape, root, tokens, logps, backend=backend, with_logps=asked)
         before = root[:, None]
         lists: list[Candidates] = []
         for depth in range(self.shape.max_depth):
@@ -152,7 +154,8 @@ class DFlash(NetworkDrafter):
             tokens = best.tokens[:, depth, None].long().expand(-1, before.shape[1], -1)
             scores = selector(states[:, depth], before, tokens[:, 0], best.values[:, depth])
             if isinstance(choose, Best):  # over the candidates alone
-                lists.append(Candidates(tokens.gather(2, choose(scores, self._num_ranks).tokens)))
+                chosen = choose(scores, self._num_ranks)
+                lists.append(Candidates(tokens.gather(2, chosen.tokens), logps=chosen.logps))
             else:
                 laws = scores.new_full((*before.shape, self._target.vocab_size), -torch.inf)
                 lists.append(choose(laws.scatter(2, tokens, scores), self._num_ranks))

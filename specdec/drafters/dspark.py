@@ -19,7 +19,7 @@ import torch
 
 from specdec.drafters.dflash import DFlash
 from specdec.drafting.beam import check_pool, grow_by_beam, rows_of
-from specdec.drafting.candidates import Candidates, Choose, choose_from
+from specdec.drafting.candidates import Candidates, Choose, choose_from, wants_logps
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.grown import grow_product
 from specdec.kernels.common.dynamic_tree import Beam
@@ -90,13 +90,14 @@ class DSpark(DFlash):
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """One pass over the block, then a small product per depth over the nodes that are extended."""
-        states = self._states(root)[:, : self.shape.max_depth]
+        states, asked = self._states(root)[:, : self.shape.max_depth], wants_logps(choose)
         if isinstance(self.shape, DynamicTree) and self.network.markov_head is None and self.confidence is None:
-            return grow_product(self.shape, root, self._best(states), backend=self._target.backend)
+            best = self._best(states)
+            return grow_product(self.shape, root, best, backend=self._target.backend, with_logps=asked)
         logits = self.lm_heads.logits(states)
         memory = self.network.new_memory(states)
         if isinstance(self.shape, DynamicTree):
-            return self._draft_grown(self.shape, logits, states, memory, root)
+            return self._draft_grown(self.shape, logits, states, memory, root, with_logps=asked)
         tokens, candidates = root[:, None], list[Candidates]()
         for depth, level in enumerate((None, *self._levels)):
             if level is not None:
@@ -133,6 +134,8 @@ class DSpark(DFlash):
         states: torch.Tensor,
         memory: torch.Tensor,
         root: torch.Tensor,
+        *,
+        with_logps: bool,
     ) -> DraftTree:
         """The best nodes of a beam search, of rows' `logits [B, max_depth, V]` and `states [B, max_depth, C]`."""
 
@@ -146,7 +149,8 @@ class DSpark(DFlash):
             return best(depth + 1, beam.tokens, rows_of(memory, beam.row))
 
         first, memory = best(0, root[:, None], memory)
-        return grow_by_beam(shape, root, first, memory, extend, backend=self._target.backend)
+        backend = self._target.backend
+        return grow_by_beam(shape, root, first, memory, extend, backend=backend, with_logps=with_logps)
 
     def _where_sure(self, values: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Logits `[B, n, R]` behind `tokens [B, n]`, -inf where the network is less sure than is asked for."""

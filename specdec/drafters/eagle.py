@@ -19,7 +19,7 @@ import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.drafting.beam import check_pool, grow_by_beam, rows_of
-from specdec.drafting.candidates import Candidates, Choose, choose_from
+from specdec.drafting.candidates import Candidates, Choose, choose_from, wants_logps
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.dynamic_tree import Beam
@@ -116,7 +116,7 @@ class Eagle(NetworkDrafter):
         self._prefix.advance()
         first = pairs.last(states)[:, None]
         if isinstance(self.shape, DynamicTree):
-            return self._draft_dynamic(self.shape, first, root)
+            return self._draft_dynamic(self.shape, first, root, with_logps=wants_logps(choose))
         return self._template.expand(self._draft_static(first, choose), root)
 
     def skip(self, root: torch.Tensor) -> None:
@@ -140,13 +140,14 @@ class Eagle(NetworkDrafter):
             candidates.append(self._choose(states, choose))
         return Candidates.cat(candidates)
 
-    def _draft_dynamic(self, shape: DynamicTree, states: torch.Tensor, root: torch.Tensor) -> DraftTree:
+    def _draft_dynamic(
+        self, shape: DynamicTree, states: torch.Tensor, root: torch.Tensor, *, with_logps: bool
+    ) -> DraftTree:
         """Beam search from `states [B, 1, C]`, which follows the root; then the best nodes of all passes."""
         ancestors = self._own_bits.new_zeros(root.shape[0], 1, self._own_bits.shape[1])
         remembered = states, ancestors
-        return grow_by_beam(
-            shape, root, self._best(states), remembered, self._extend_beam, backend=self._target.backend
-        )
+        first, backend = self._best(states), self._target.backend
+        return grow_by_beam(shape, root, first, remembered, self._extend_beam, backend=backend, with_logps=with_logps)
 
     def _extend_beam(
         self, depth: int, beam: Beam, remembered: tuple[torch.Tensor, torch.Tensor]

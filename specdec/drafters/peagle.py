@@ -18,7 +18,7 @@ import torch
 
 from specdec.drafters.eagle3 import Eagle3, check_windows
 from specdec.drafters.parallelspec import MaskPasses
-from specdec.drafting.candidates import Choose
+from specdec.drafting.candidates import Choose, wants_logps
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.grown import grow_product, shape_for_block
 from specdec.models.networks.base import DraftNetwork
@@ -87,5 +87,6 @@ class PEagle(Eagle3):
         width = pairs.tokens.shape[1]
         states = torch.cat((pairs.last(states[:, :width])[:, None], states[:, width:]), 1)
         if isinstance(self.shape, DynamicTree):
-            return grow_product(self.shape, root, self._best(states), backend=self._target.backend)
+            best, asked = self._best(states), wants_logps(choose)
+            return grow_product(self.shape, root, best, backend=self._target.backend, with_logps=asked)
         return self._template.expand(self._choose(states, choose), root)

@@ -199,7 +199,8 @@ class Drafter(ABC):
 
         Args:
             root: [B] int32 last emitted token, which follows the committed text.
-            choose: how logits become candidates; not for drafters without a network.
+            choose: how logits become candidates, and whether the tree says how probable its nodes are; drafters
+                without a network read the latter alone.
         """
 
     def skip(self, root: torch.Tensor) -> None:

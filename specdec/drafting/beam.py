@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from specdec.drafting.draft_tree import DraftTree
+from specdec.drafting.logps import logps_of_paths
 from specdec.kernels.common.dynamic_tree import Beam
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.topk import TopK
@@ -36,6 +37,7 @@ def grow_by_beam(
     extend: Callable[[int, Beam, State], tuple[TopK, State]],
     *,
     backend: Backend | None,
+    with_logps: bool = False,
 ) -> DraftTree:
     """Grow a tree.
 
@@ -47,6 +49,7 @@ def grow_by_beam(
         extend: given the number of a pass, from 0, the beam that it feeds (nodes of depth 1 first) and what was
             kept of the last one; gives the best tokens after each entry, [B, top_k, top_k], and what to keep.
         backend: what runs the kernels; by default decided by the device.
+        with_logps: say how probable each node is.
     """
     best, width = first, shape.top_k
     beam_logps = first.values.new_zeros(root.shape[0], 1)
@@ -71,16 +74,17 @@ def grow_by_beam(
         first_index += best.tokens.shape[1] * width
         best, state = extend(depth, beam, state)
         parent, beam_logps = beam.index, beam.logps
+    paths = torch.cat(logps, 1)
     tree = tree_rerank(
         torch.cat(tokens, 1),
-        torch.cat(logps, 1),
+        paths,
         torch.cat(parents, 1),
         root,
         num_nodes=shape.num_nodes,
         max_depth=shape.max_depth,
         backend=backend,
     )
-    return DraftTree.of(tree, shape.max_depth)
+    return DraftTree.of(tree, shape.max_depth, logps_of_paths(tree, paths.flatten(1)) if with_logps else None)
 
 
 def rows_of(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from specdec.kernels.common.launch import Backend
 from specdec.kernels.sample_probs import WarpSettings, warp_logits
 from specdec.models.common.lm_heads import LMHeads, best_of
 
-__all__ = ["Best", "Candidates", "Choose", "DraftLaw", "Sampled", "choose_from"]
+__all__ = ["Best", "Candidates", "Choose", "DraftLaw", "Sampled", "choose_from", "wants_logps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,20 @@ class Candidates:
     Attributes:
         tokens: [B, M, R] int32 or int64; rank 0 is the best, or the first drawn.
         laws: [B, M, V] logits of the law that each list was drawn from; None if the lists were not drawn.
+        logps: [B, M, R] float32, log-probability of each token by the drafter's own law, nats; None unless asked for.
     """
 
     tokens: torch.Tensor
     laws: torch.Tensor | None = None
+    logps: torch.Tensor | None = None
 
     @classmethod
     def cat(cls, parts: Sequence["Candidates"]) -> "Candidates":
         """The lists of several calls, one after the other."""
+        tokens = [part.tokens for part in parts]
         laws = [part.laws for part in parts if part.laws is not None]
-        return cls(torch.cat([part.tokens for part in parts], 1), torch.cat(laws, 1) if laws else None)
+        logps = [part.logps for part in parts if part.logps is not None]
+        return cls(torch.cat(tokens, 1), torch.cat(laws, 1) if laws else None, torch.cat(logps, 1) if logps else None)
 
     def among(self, target_ids: torch.Tensor, vocab_size: int) -> "Candidates":
         """Candidates of a draft vocabulary as tokens of the target, the laws over all of its tokens.
@@ -49,7 +53,7 @@ class Candidates:
         if self.laws is not None:
             laws = self.laws.new_full((*self.laws.shape[:2], vocab_size), -torch.inf)
             laws.index_copy_(2, target_ids, self.laws)
-        return Candidates(target_ids[self.tokens], laws)
+        return Candidates(target_ids[self.tokens], laws, self.logps)
 
 
 class Choose(Protocol):
@@ -62,11 +66,26 @@ class Choose(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The most probable tokens, best first; equally probable ones in the order of their numbers."""
+    """The most probable tokens, best first; equally probable ones in the order of their numbers.
+
+    Attributes:
+        with_logps: say how probable each is, too. The tokens are the same.
+    """
+
+    with_logps: bool = False
 
     def __call__(self, logits: torch.Tensor, num_ranks: int) -> Candidates:
         """As `Choose`."""
-        return Candidates(best_of(logits, num_ranks))
+        tokens = best_of(logits, num_ranks)
+        if not self.with_logps:
+            return Candidates(tokens)
+        logits = logits.float()
+        return Candidates(tokens, logps=logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True))
+
+
+def wants_logps(choose: Choose) -> bool:
+    """Whether trees shall say how probable their nodes are."""
+    return isinstance(choose, Best) and choose.with_logps
 
 
 def choose_from(choose: Choose, heads: LMHeads, states: torch.Tensor, num_ranks: int) -> Candidates:
@@ -78,6 +97,9 @@ def choose_from(choose: Choose, heads: LMHeads, states: torch.Tensor, num_ranks:
         states: [B, M, C] states of M lists.
         num_ranks: tokens per list.
     """
+    if wants_logps(choose):
+        best = heads.best(states, num_ranks)
+        return Candidates(best.tokens, logps=best.values - best.logsumexp[..., None])
     if isinstance(choose, Best):
         return Candidates(heads.best_tokens(states, num_ranks))
     return choose(heads.logits(states), num_ranks)

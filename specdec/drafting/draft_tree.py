@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from specdec.drafting.candidates import Candidates
 from specdec.kernels.common.dynamic_tree import RerankedTree
@@ -34,6 +35,8 @@ class DraftTree:
         law_row: [N] int32, the law that each node's children were drawn from, -1 for a leaf; None without laws.
         num_fixed: nodes from the first on that are scored in any case, as their drafter reads what the target says at
             them; padding behind these may be left out (`cut`). None: all of them.
+        logps: [B, N] float32, log-probability that the drafter gives each node behind its parent, nats; 0 at the root
+            and anything at padding. None if it was not asked (`Best.with_logps`), or knows of none.
     """
 
     tokens: torch.Tensor
@@ -45,12 +48,13 @@ class DraftTree:
     laws: torch.Tensor | None = None
     law_row: torch.Tensor | None = None
     num_fixed: int | None = None
+    logps: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, tree: RerankedTree, max_depth: int) -> "DraftTree":
+    def of(cls, tree: RerankedTree, max_depth: int, logps: torch.Tensor | None = None) -> "DraftTree":
         """A tree that was grown from the most probable paths, at most `max_depth` deep; it has no laws."""
         nodes = tree.tokens, tree.parent, tree.depth, tree.ancestors
-        return cls(*nodes, deepest=tree.deepest, max_depth=max_depth, num_fixed=1)
+        return cls(*nodes, deepest=tree.deepest, max_depth=max_depth, num_fixed=1, logps=logps)
 
     def cut(self) -> "DraftTree":
         """The tree without the padding behind the last node that any row uses, which nobody has to score.
@@ -65,12 +69,23 @@ class DraftTree:
         num_nodes = max(self.num_fixed, last_used + 1)
         if num_nodes == len(is_used):
             return self
+        return self._of_first(num_nodes)
+
+    def first(self, num_nodes: int) -> "DraftTree":
+        """The first nodes of a tree without laws, whose nodes stand in the order of their worth."""
+        if num_nodes >= self.tokens.shape[1]:
+            return self
+        tree = self._of_first(num_nodes)
+        return replace(tree, deepest=tree.depth.amax(1))
+
+    def _of_first(self, num_nodes: int) -> "DraftTree":
         return replace(
             self,
             tokens=self.tokens[:, :num_nodes],
             parent=self.parent[:, :num_nodes],
             depth=self.depth[:, :num_nodes],
             ancestors=self.ancestors[:, :num_nodes, : (num_nodes + 31) // 32],
+            logps=None if self.logps is None else self.logps[:, :num_nodes],
         )
 
 
@@ -133,6 +148,7 @@ class TreeTemplate:
         """
         nodes = self.row, self.rank, self.node_depth
         tokens, _ = tree_expand(candidates.tokens, root, None, *nodes, backend=self.backend)
+        logps = candidates.logps
         return DraftTree(
             tokens,
             self.parent,
@@ -142,15 +158,23 @@ class TreeTemplate:
             max_depth=self.shape.max_depth,
             laws=candidates.laws,
             law_row=None if candidates.laws is None else self.law_row,
+            logps=None if logps is None else _behind_root(logps[:, self.row[1:], self.rank[1:]]),
         )
 
-    def expand_chain(self, continuation: torch.Tensor, num_tokens: torch.Tensor, root: torch.Tensor) -> DraftTree:
+    def expand_chain(
+        self,
+        continuation: torch.Tensor,
+        num_tokens: torch.Tensor,
+        root: torch.Tensor,
+        logps: torch.Tensor | None = None,
+    ) -> DraftTree:
         """Fill a chain of which each row uses its own first `num_tokens` nodes.
 
         Args:
             continuation: [B, max_depth] int32 tokens after the root; any valid token past `num_tokens`.
             num_tokens: [B] int32, 0 to max_depth.
             root: [B] int32 last emitted token.
+            logps: [B, max_depth] float32, how probable each is behind the one before, nats.
         """
         used = self.depth <= num_tokens[:, None]
         return DraftTree(
@@ -161,7 +185,13 @@ class TreeTemplate:
             deepest=num_tokens,
             max_depth=self.shape.max_depth,
             num_fixed=1,
+            logps=None if logps is None else _behind_root(logps),
         )
+
+
+def _behind_root(logps: torch.Tensor) -> torch.Tensor:
+    """`logps [B, N - 1]` of all nodes but the root, which is certain."""
+    return F.pad(logps, (1, 0))
 
 
 def _given_rows(shape: TreeShape, rows: Sequence[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -15,6 +15,7 @@ Laws that depend on the whole path grow by `specdec.drafting.beam`.
 import torch
 
 from specdec.drafting.draft_tree import DraftTree
+from specdec.drafting.logps import logps_of_pairs, logps_of_product
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.topk import TopK
 from specdec.kernels.tree_grow import MAX_GROWN_DEPTH, MAX_GROWN_RANKS, tree_grow
@@ -38,7 +39,9 @@ def shape_for_block(shape: DynamicTree, max_depth: int) -> DynamicTree:
     return shape.cut(min(max_depth, MAX_GROWN_DEPTH))
 
 
-def grow_product(shape: DynamicTree, root: torch.Tensor, best: TopK, *, backend: Backend | None) -> DraftTree:
+def grow_product(
+    shape: DynamicTree, root: torch.Tensor, best: TopK, *, backend: Backend | None, with_logps: bool = False
+) -> DraftTree:
     """Grow a tree from laws that are the same behind every path.
 
     Args:
@@ -47,11 +50,12 @@ def grow_product(shape: DynamicTree, root: torch.Tensor, best: TopK, *, backend:
         best: the best `top_k` tokens of every position behind the root, [B, K, top_k] with K up to `max_depth`, tokens
             of the target. Those of -inf are never taken.
         backend: what runs the kernel; by default decided by the device.
+        with_logps: say how probable each node is.
     """
     tree = tree_grow(
         best.tokens, best.values, root, num_nodes=shape.num_nodes, logsumexp=best.logsumexp, backend=backend
     )
-    return DraftTree.of(tree, shape.max_depth)
+    return DraftTree.of(tree, shape.max_depth, logps_of_product(tree, best) if with_logps else None)
 
 
 def grow_lattice(
@@ -61,6 +65,7 @@ def grow_lattice(
     logps: torch.Tensor,
     *,
     backend: Backend | None,
+    with_logps: bool = False,
 ) -> DraftTree:
     """Grow a tree from laws that depend on the candidate before.
 
@@ -71,7 +76,8 @@ def grow_lattice(
         logps: [B, K, R, R] float32 log-probability of candidate r behind candidate p of the position before,
             [:, k, p, r], nats; of the first position [:, 0, 0], behind the root.
         backend: what runs the kernel; by default decided by the device.
+        with_logps: say how probable each node is.
     """
     first, edges = logps[:, :, 0], logps[:, 1:]
     tree = tree_grow(tokens, first, root, num_nodes=shape.num_nodes, edges=edges, backend=backend)
-    return DraftTree.of(tree, shape.max_depth)
+    return DraftTree.of(tree, shape.max_depth, logps_of_pairs(tree, logps) if with_logps else None)

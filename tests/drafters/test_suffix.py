@@ -75,6 +75,11 @@ def check(tree, row, expected, num_draft_tokens, min_probability):
     got = sorted((expected[path] for path in paths), reverse=True)
     assert got == pytest.approx(likely, rel=1e-5)
     assert int(tree.deepest[row]) == max(map(len, paths), default=0)
+    sums = [0.0]
+    for parent, logp in zip(tree.parent[row, 1:].tolist(), tree.logps[row, 1:].tolist(), strict=True):
+        sums.append(math.nan if parent < 0 else sums[parent] + logp)
+    # padding comes last
+    assert sums[1 : len(paths) + 1] == pytest.approx([math.log(expected[path]) for path in paths], abs=1e-4)
 
 
 TOKENS = st.integers(1, 3)
@@ -92,7 +97,7 @@ def test_proposes_the_likeliest_continuations(data):
     start_texts(drafter, TARGET, texts)
     for step in range(4):
         roots = [data.draw(TOKENS) for _ in texts]
-        tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), Best())
+        tree = drafter.draft(torch.tensor(roots, dtype=torch.int32), Best(with_logps=True))
         width = tree.max_depth + 1
         emitted = torch.full((len(texts), width), -1, dtype=torch.int32)
         accepted = torch.full((len(texts),), -1, dtype=torch.int32)

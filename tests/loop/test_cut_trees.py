@@ -144,6 +144,8 @@ def test_what_is_cut_is_padding_behind_the_last_node_in_use(data):
     tree = DraftTree(
         tokens, torch.tensor(rows, dtype=torch.int32), depth, pack_words(seen), depth[:, 0], 70, num_fixed=num_fixed
     )
+    if data.draw(st.booleans()):
+        tree = replace(tree, logps=-tokens.float())
     cut = tree.cut()
     kept = cut.tokens.shape[1]
     in_use = [node for row in rows for node in range(num_nodes) if row[node] >= 0]
@@ -152,6 +154,8 @@ def test_what_is_cut_is_padding_behind_the_last_node_in_use(data):
     assert torch.equal(cut.parent, tree.parent[:, :kept])
     assert torch.equal(cut.depth, depth[:, :kept])
     assert cut.ancestors.shape[2] == -(-kept // 32)
+    assert (cut.logps is None) == (tree.logps is None)
+    assert cut.logps is None or torch.equal(cut.logps, tree.logps[:, :kept])
     assert torch.equal(unpack_words(cut.ancestors, kept), seen[:, :kept, :kept])
     assert (cut.max_depth, cut.deepest) == (tree.max_depth, tree.deepest)
 

@@ -13,7 +13,7 @@ import torch
 
 from specdec.drafters.weightless.texts import RowTexts
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.candidates import Choose
+from specdec.drafting.candidates import Choose, wants_logps
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
@@ -76,6 +76,7 @@ class PromptLookup(Drafter):
         text, lengths, columns = self._texts.tokens, self._texts.lengths, self._texts.columns
         matched = columns < lengths[:, None] - 1  # [B, S]: the last `size` tokens of the text also end here
         found = torch.full_like(lengths, -1)
+        longest = torch.zeros_like(lengths) if wants_logps(choose) else None  # tokens of the match
         for size in range(1, self.max_ngram + 1):
             # one token longer: compare the token `size - 1` places before each column with that before the end
             last = text.gather(1, (lengths[:, None] - size).clamp(min=0).long())
@@ -83,12 +84,24 @@ class PromptLookup(Drafter):
             matched = matched & inside & (torch.roll(text, size - 1, 1) == last)
             position = torch.where(matched, columns, -1).amax(1).int()
             found = torch.where(position >= 0, position, found)
+            if longest is not None:
+                longest += position >= 0
         start = (found + 1).clamp(min=0)
         places = start[:, None] + columns[: self.shape.max_depth]
         continuation = text.gather(1, places.clamp(max=text.shape[1] - 1).long())
         available = (lengths - start).clamp(max=self.shape.max_depth)
         num_tokens = torch.where(found >= 0, available, 0).int()
-        return self._template.expand_chain(continuation.clamp(min=0), num_tokens, root)
+        logps = None if longest is None else self._logps(longest)
+        return self._template.expand_chain(continuation.clamp(min=0), num_tokens, root, logps)
+
+    def _logps(self, longest: torch.Tensor) -> torch.Tensor:
+        """[B, max_depth] float32, nats, of what follows matches of `longest [B]` tokens.
+
+        The token at distance k behind a match of L goes on with probability (L + k - 1) / (L + k): that of a suffix
+        tree which saw it once, see specdec/drafters/weightless/continuations.py.
+        """
+        matched = longest.clamp(min=1)[:, None] + self._texts.columns[: self.shape.max_depth]
+        return -(1 / matched.float()).log1p()
 
     def skip(self, root: torch.Tensor) -> None:
         """As `Drafter`."""

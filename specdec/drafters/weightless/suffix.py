@@ -17,8 +17,9 @@ import torch
 from specdec.drafters.weightless.continuations import find_occurrences, rank_paths
 from specdec.drafters.weightless.texts import RowTexts
 from specdec.drafting.base import Drafter, Prompt, Room
-from specdec.drafting.candidates import Choose
+from specdec.drafting.candidates import Choose, wants_logps
 from specdec.drafting.draft_tree import DraftTree
+from specdec.drafting.logps import logps_of_paths
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.tree_rerank import tree_rerank
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
@@ -134,16 +135,18 @@ class Suffix(Drafter):
             num_paths=min(self.shape.num_nodes - 1, found.tokens.shape[1] * found.tokens.shape[2]),
             min_probability=self.min_probability,
         )
+        logps = paths.reach.log()
         tree = tree_rerank(
             paths.tokens[:, :, None],
-            paths.reach.log()[:, :, None],
+            logps[:, :, None],
             paths.parent,
             root,
             num_nodes=self.shape.num_nodes,
             max_depth=self.shape.max_depth,
             backend=self._backend,
         )
-        return DraftTree.of(tree, self.shape.max_depth)
+        # an estimate: a path and its sibling may have their reach from matches of other lengths, and sum to more than 1
+        return DraftTree.of(tree, self.shape.max_depth, logps_of_paths(tree, logps) if wants_logps(choose) else None)
 
     def skip(self, root: torch.Tensor) -> None:
         """As `Drafter`."""
