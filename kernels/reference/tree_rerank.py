@@ -98,7 +98,8 @@ def tree_of_nodes(
         words.append([[path >> 32 * w & 0xFFFFFFFF for w in range(num_words)] for path in paths])
         deepest.append(max(depths))
 
-    fields = torch.tensor(numbers, dtype=torch.int64).view(4, batch, num_nodes).to(root).unbind()
+    table = torch.tensor(numbers, dtype=torch.int64).view(4, batch, num_nodes).to(root)
+    fields = [values.clone() for values in table]  # the results of an op share no memory
     # through int64: bit 31 of a word is the sign of an int32
     ancestors = torch.tensor(words, dtype=torch.int64).view(batch, num_nodes, num_words).to(root)
     deepest_nodes = torch.tensor(deepest, dtype=torch.int64).to(root)

@@ -68,9 +68,9 @@ class Drafter(ABC):
     """Proposes a draft tree per row. Owns its networks and state; never touches the target's cache.
 
     The loop calls `bind` once, `allocate` for the memory of one or more generations, then per generation `start`, and
-    per step `draft` and `commit`; a union calls `skip` in the place of `draft` of members that do not propose. What these
-    remember they write into the tensors that `allocate` made, in place: a captured step is replayed on addresses, and
-    never sees what an attribute is bound to later. The loop captures with a shallow copy of the drafter, so that
+    per step `draft` and `commit`; a union calls `skip` in the place of `draft` of members that do not propose. What
+    these remember they write into the tensors that `allocate` made, in place: a captured step is replayed on addresses,
+    and never sees what an attribute is bound to later. The loop captures with a shallow copy of the drafter, so that
     `allocate` must bind new tensors, and not touch old ones.
 
     Attributes:
@@ -104,7 +104,7 @@ class Drafter(ABC):
 
     @property
     def max_new(self) -> int:
-        """Most committed tokens, roots included, that may come between two drafts; one step's, unless told otherwise."""
+        """Most committed tokens, roots included, that may come between two drafts; by default one step's."""
         return self.shape.max_depth + 1 if self._max_new is None else self._max_new
 
     def holding(self, max_new: int) -> "Drafter":

@@ -43,9 +43,9 @@ def load_drafter(
         source: a kind that needs no weights (`"none"`, `"prompt_lookup"`, ...), a folder or file of weights, a hub id,
             a bundled drafter such as `"smollm2/eagle"`, a loaded causal LM, or None for plain decoding. A `Drafter` is
             returned as it is. Several of these in a list, or in a text with `+` between them
-            (`"prompt_lookup+smollm2/eagle"`), make a union: one tree of what all propose. `"auto"` makes a union of what
-            is at hand for this model: what looks the text up in itself, and a bundled or downloaded drafter, if there
-            is one.
+            (`"prompt_lookup+smollm2/eagle"`), make a union: one tree of what all propose. `"auto"` makes a union of
+            what is at hand for this model: what looks the text up in itself, and a bundled or downloaded drafter, if
+            there is one.
         target: what it will draft for.
         kind: what `source` holds, when the files do not tell.
         tree: the draft tree, in any of the forms of `specdec.trees.dynamic.as_tree`; with `"dynamic"`, for drafters

@@ -76,7 +76,7 @@ def measured(
 
 
 def _beside_ms(target: Target, drafter: Drafter, text: torch.Tensor) -> float:
-    """What acceptance, commit and learning take per step; 0 on a GPU, where they hide behind passes that are replayed."""
+    """What acceptance, commit and learning take per step; 0 on a GPU, where replayed passes outweigh them."""
     if target.device.type != "cpu":
         return 0.0
     decoder = Decoder(target, drafter)

@@ -113,17 +113,17 @@ def test_the_choice_follows_a_change_within_8_steps(table):
     for begin, text in ((120, "list"), (180, "prose")):
         # of the steps after the change some are asking again; most are near the best
         after = taken[begin + 8 : begin + 28]
-        assert sum(way in settled[text] for way in after) >= 14
+        assert sum(way in settled[text] for way in after) >= 15
 
 
 def best_ways(choices, text):
-    """The ways that are worth at least 95 % of the best."""
+    """The ways that are worth at least 90 % of the best."""
 
     def rate(way):
         return (1 + gain_of(text, way.group, way.num_nodes)) / choices.costs.of(way.group, way.num_nodes, 1)
 
     every = [*choices.ways, *(replace(way, num_nodes=size) for way in choices.ways[1:] for size in choices.sizes)]
-    return [way for way in every if rate(way) > 0.95 * max(map(rate, choices.ways))]
+    return [way for way in every if rate(way) > 0.9 * max(map(rate, choices.ways))]
 
 
 def test_every_drafter_is_asked_again_however_long_it_was_not_worth_it():

@@ -4,8 +4,8 @@ After every step the device tells how many tokens each set of the drafters that 
 each number of nodes, by calibrated reach (`reach.py`). The planner keeps a running mean of these and divides it by what
 such a step costs. A drafter that is left out tells nothing, so it is asked again: the longer it was not worth it, the
 more rarely, but never so rarely that it could not come back, and the more often the less it costs. Where steps end
-before the next one begins, they are timed, and the table of costs is corrected by what they took. Nothing else here looks
-at a clock or at the device, so that it can be simulated.
+before the next one begins, they are timed, and the table of costs is corrected by what they took. Nothing else here
+looks at a clock or at the device, so that it can be simulated.
 """
 
 from collections import deque

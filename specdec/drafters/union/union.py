@@ -263,8 +263,9 @@ class Union(Drafter):
         if pool is not None:
             self._tables.learn(pool, verdict)
         if self._may_ask:
-            running = [accepted >= 0 for accepted in (emitted := verdict.num_accepted.tolist())]
-            numbers = [float(sum(running)), 1.0 + max(emitted)]
+            accepted = verdict.num_accepted.tolist()
+            running = [count >= 0 for count in accepted]
+            numbers = [float(sum(running)), 1.0 + max(accepted)]
             for of_part in gains.tolist():
                 kept = [values for values, is_running in zip(of_part, running, strict=True) if is_running]
                 numbers += [FIXED_POINT * sum(column) for column in zip(*kept, strict=True)]
