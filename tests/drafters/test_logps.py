@@ -12,7 +12,7 @@ from lib.drafter_cases import make_drafter as random_drafter
 from lib.drafter_checks import propose, start_texts
 from lib.families import build_model, random_prompts
 from lib.guard import GuardedEngine
-from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
+from lib.law_drafters import DRAFTERS, LEARNING, VOCAB_SIZE, build_target, make_drafter
 from lib.recorder import references_as_kernels
 from specdec.drafters.dspark import DSpark
 from specdec.drafters.weightless.prompt_lookup import PromptLookup
@@ -28,7 +28,7 @@ from specdec.models.target.target import Target
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
 
-SILENT = ("none", "lookahead")  # which know of no probability
+SILENT = ("none", "lookahead", *sorted(LEARNING))  # which know of no probability, or ask their members for it
 ASKED = Best(with_logps=True)
 CPU = torch.device("cpu")
 

@@ -16,6 +16,8 @@ from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.dspark import DSpark
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.peagle import PEagle
+from specdec.drafters.union.costs import WayCosts
+from specdec.drafters.union.union import Union
 from specdec.drafters.weightless.lookahead import Lookahead
 from specdec.drafters.weightless.none import NoDrafter
 from specdec.drafters.weightless.prompt_lookup import PromptLookup
@@ -84,6 +86,10 @@ def _dflash2(shape, **changes):
     return lambda: DFlash(dflash2_cases.make_network(build_target(), block_size=3, **changes), shape)
 
 
+def _union(*kinds, **settings):
+    return lambda: Union([DRAFTERS[kind]() for kind in kinds], **settings)
+
+
 DRAFTERS = {
     "none": NoDrafter,
     "prompt_lookup": lambda: PromptLookup(max_ngram=2, num_draft_tokens=3),
@@ -120,8 +126,15 @@ DRAFTERS = {
     "dspark, chain": _dspark(TreeShape.chain(3), markov_head_type="gated", draft_vocab_size=5, shares_lm_head=False),
     "dspark, path": _dspark(TreeShape.from_k_config((2, 2, 1)), markov_head_type="rnn", tap_layers=(-1, 2)),
     "dspark, grown": _dspark(DynamicTree(6, depth=2, top_k=3), confidence=0.5, markov_head_type="rnn"),
+    "union": _union("suffix", "medusa"),
+    "union, networks": _union("eagle", "draft_tree", num_nodes=6),
+    # costs at which now one and now another way is worth most
+    "union, sized": _union("prompt_lookup", "hydra++", costs=WayCosts({1: 1.0, 8: 1.5}, {1: 0.0, 2: 0.1, 3: 0.15})),
 }
 
+
+LEARNING = frozenset({"union", "union, networks", "union, sized"})
+"""Kinds whose trees depend on what earlier calls accepted, or on how long steps took; texts never do."""
 
 SAMPLING_RULES = {
     "naive": Naive(),

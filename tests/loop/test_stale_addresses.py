@@ -82,7 +82,8 @@ def weights_that_cudnn_moves(monkeypatch):
 
 def decoded(decoder):
     result = decoder.decode(PROMPTS, 5, seed=3)
-    return result.tokens, result.stats.num_emitted
+    # a union's steps depend on what earlier calls accepted, its texts do not
+    return result.tokens, None if result.stats.plan is not None else result.stats.num_emitted
 
 
 def eager(target, drafter, rule=None):
@@ -113,7 +114,7 @@ def test_two_targets_in_turn_and_a_second_thread(kind, sampling, dtype, recorder
     gc.collect()
     assert [decoded(decoder) for decoder in decoders] == expected
     assert in_a_thread(decoded, decoders[0]) == expected[0]
-    assert [recorder.num_recorded for recorder in recorders] == [1, 1]
+    assert [recorder.num_recorded for recorder in recorders] == [drafter.num_ways] * 2
     assert all(recorder.num_replays for recorder in recorders)
 
 

@@ -87,11 +87,13 @@ def test_pieces_and_results_are_those_of_the_eager_loop(kind, sampling, lengths,
     for limits in ([99, 99, 99], [6, 99, 3], [1, 2, 99], [2, 5, 9], [1, 1, 1]):
         limits, engine.num_replays = limits[: len(lengths)], 0
         (expected, told), (result, pieces) = (run(one, prompts, limits, seed=5) for one in (eager, replayed))
-        assert pieces[: len(told)] == told
         same(result, expected)
+        if kind == "union, sized":  # whose steps are others
+            continue
+        assert pieces[: len(told)] == told
         assert engine.num_replays <= result.stats.num_target_passes + LAG
         assert len(pieces) == len(told) == 1 + result.stats.num_target_passes
-    assert engine.num_recorded == 1
+    assert engine.num_recorded == eager.drafter.num_ways
 
 
 def test_what_follows_a_cut_row_is_the_same_as_without_it(generator, monkeypatch):
