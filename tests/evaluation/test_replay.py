@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lib.families import build_model, random_prompts
-from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target
+from lib.law_drafters import DRAFTERS, LEARNING, VOCAB_SIZE, build_target
 from specdec.bundled.load import TINY_FOLDER, bundled_drafters, load_tiny
 from specdec.drafters.load import load_drafter
 from specdec.drafters.weightless.none import NoDrafter
@@ -30,7 +30,7 @@ def prompts_of(generator, lengths, vocab_size=VOCAB_SIZE):
     return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "lookahead"])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "lookahead" and name not in LEARNING])
 def test_every_kind_takes_the_steps_of_real_decoding(name, generator):
     prompts = prompts_of(generator, [5, 1, 9, 3, 4])
     got, expected = replayed_and_real(Target(build_target()), DRAFTERS[name](), prompts, 20)

@@ -11,9 +11,11 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from lib.fuzz_flaws import FAILING_CODE, FLAWS, Flaw, PlantedError
 from lib.host_code import KeepingStreamer
-from lib.law_drafters import DRAFTERS, VOCAB_SIZE, build_target, make_drafter
+from lib.law_drafters import DRAFTERS, LEARNING, VOCAB_SIZE, build_target, make_drafter
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.kinds import KINDS_WITHOUT_WEIGHTS
+from specdec.drafters.union.costs import WayCosts
+from specdec.drafters.union.union import Union
 from specdec.drafters.weightless.lookahead import Lookahead
 from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.drafters.weightless.suffix import Suffix
@@ -232,6 +234,8 @@ def _add_drafter_and_rule(rng: random.Random, call: Call, do_sample: bool) -> No
     if getattr(made, "grows_trees", False) and not dense and (rng.random() < 0.4 or must_grow):
         depth, top_k = rng.randint(0, max_depth - 1), rng.randint(1, 4)
         shape = DynamicTree(rng.randint(2, min(20, 1 + top_k + depth * top_k**2)), depth=depth, top_k=top_k)
+    if kind in LEARNING:
+        shape = made.shape
     call.makers["drafter"] = _drafter_maker(rng, call, shape)
     # which of the lossless rules "auto" means under sampling makes no difference here
     call.rule = rule if rule != "auto" else "naive" if do_sample else "greedy"
@@ -281,6 +285,8 @@ def _drafter_maker(rng: random.Random, call: Call, shape: TreeShape | DynamicTre
             call.arguments["tree"] = rng.choice([shape, 3, (2, 2)])
             return lambda: model
         return lambda: DraftModel(model, shape)
+    if kind in LEARNING:
+        return _union_maker(rng)
     made = make_drafter(kind)
     if kind in WITHOUT_TREE:
         return lambda: made
@@ -288,6 +294,17 @@ def _drafter_maker(rng: random.Random, call: Call, shape: TreeShape | DynamicTre
         same = made.with_tree(shape)
         return lambda: same
     return lambda: made.with_tree(shape)
+
+
+def _union_maker(rng: random.Random) -> Callable[[], Any]:
+    """What makes a union of some drafters, of a random budget, that is sized by random costs or not at all."""
+    names = rng.sample([name for name in KINDS if name not in (*LEARNING, "none", "lookahead")], rng.choice([2, 2, 3]))
+    budget = rng.randint(len(names) + 1, 24)
+    pass_ms = {1: 1.0, 4: 1 + rng.random(), 16: 2 + 8 * rng.random()}
+    draft_ms = {1 << number: 2 * rng.random() for number in range(len(names))}
+    costs = WayCosts(pass_ms, draft_ms) if rng.random() < 0.7 else None
+    made = Union([make_drafter(name) for name in names], names=names, num_nodes=budget, costs=costs)
+    return rng.choice([lambda: made, lambda: made.with_costs(costs)])
 
 
 def _add_prompt(rng: random.Random, call: Call, settings: dict[str, Any], stops: list[int]) -> None:

@@ -68,6 +68,8 @@ def same(result, expected):
     assert result.stats.captured
     assert not expected.stats.captured
     assert result.tokens == expected.tokens
+    if expected.stats.plan is not None and any(step.cost_ms for step in expected.stats.plan.steps):
+        return  # steps were chosen by what they took
     assert result.stats.num_emitted == expected.stats.num_emitted
     assert result.stats.deepest == expected.stats.deepest
     assert result.stats.num_target_passes == expected.stats.num_target_passes
