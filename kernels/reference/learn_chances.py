@@ -52,7 +52,7 @@ def learn_chances(
 def _estimate(counts: torch.Tensor, prior: torch.Tensor, num_grades: int, strength: float) -> torch.Tensor:
     """[B, C] chances that do not rise with the grade."""
     single = (counts[..., 0] + strength * prior) / (counts[..., 1] + strength)
-    by_grade = single.view(single.shape[0], -1, num_grades)
+    by_grade = single.unflatten(1, (-1, num_grades))
     least_before = by_grade.cummin(-1).values
     most_behind = by_grade.flip(-1).cummax(-1).values.flip(-1)
     return ((least_before + most_behind) / 2).view(single.shape)
