@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 __all__ = ["H200", "Cost", "Machine", "accept_greedy", "accept_naive", "accept_rejection", "accept_traversal"]
 __all__ += ["accept_typical", "beam_step", "commit_pairs", "draft_heads", "draft_heads_concat", "emit_step"]
-__all__ += ["kv_compact"]
+__all__ += ["kv_compact", "learn_chances"]
 __all__ += ["lm_head_topk", "lstm_recurrence", "philox_uniform", "rms_norm", "rope_kv_write", "sample_race"]
 __all__ += ["skinny_linear", "swiglu"]
-__all__ += ["tree_attention", "tree_expand", "tree_grow", "tree_rerank", "warp_logits"]
+__all__ += ["tree_attention", "tree_expand", "tree_grow", "tree_merge", "tree_rerank", "warp_logits"]
 
 _INT32_BYTES = 4
 _INT64_BYTES = 8
@@ -182,6 +182,26 @@ def tree_grow(*, batch: int, depth: int, num_ranks: int, num_nodes: int, lattice
     reads = num_logps + num_nodes
     writes = num_nodes * (4 + (num_nodes + 31) // 32) + 1
     return Cost(num_bytes=batch * (reads + 4 * num_logps + writes) * _INT32_BYTES)
+
+
+def tree_merge(*, batch: int, num_candidates: int, num_groups: int, num_nodes: int, num_gains: int) -> Cost:
+    """Cost of tree_merge: tokens, parents and chances of all candidates, their drafters; the tree, gains of each group.
+
+    Comparisons of each candidate with each are integer operations and not counted.
+    """
+    reads = batch * (3 * num_candidates + 1) + num_candidates + num_groups
+    writes = batch * (num_nodes * (4 + (num_nodes + 31) // 32) + 1 + num_groups * num_gains)
+    return Cost(num_bytes=(reads + writes) * _INT32_BYTES)
+
+
+def learn_chances(*, batch: int, num_candidates: int, num_emitted: int, num_cells: int, num_drafters: int) -> Cost:
+    """Cost of learn_chances: candidates, their drafters, a step's tokens; a table in and out, and its chances.
+
+    Ten flops of a cell: two products and sums of counts, two sums of totals, a product, two sums and a quotient.
+    """
+    pool = batch * (3 * num_candidates + num_emitted + 1) + num_candidates + num_cells
+    table = batch * ((2 * 4 + 1) * num_cells + 2 * num_drafters)
+    return Cost(num_bytes=(pool + table) * _INT32_BYTES, num_flops=10 * batch * num_cells)
 
 
 def rope_kv_write(*, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> Cost:

@@ -16,6 +16,7 @@ from specdec.kernels.accept_traversal import accept_traversal
 from specdec.kernels.accept_typical import accept_typical
 from specdec.kernels.draft_heads import draft_heads, draft_heads_concat
 from specdec.kernels.emit_step import emit_step
+from specdec.kernels.learn_chances import learn_chances
 from specdec.kernels.lm_head_topk import lm_head_topk
 from specdec.kernels.lstm_recurrence import lstm_recurrence
 from specdec.kernels.philox_uniform import philox_exponential, philox_uniform
@@ -24,6 +25,7 @@ from specdec.kernels.sample_probs import WarpSettings, sample_probs
 from specdec.kernels.skinny_linear import skinny_linear
 from specdec.kernels.swiglu import swiglu
 from specdec.kernels.tree_grow import tree_grow
+from specdec.kernels.tree_merge import tree_merge
 from specdec.kernels.tree_rerank import beam_step, tree_rerank
 
 __all__ = ["Launch", "cases"]
@@ -82,6 +84,9 @@ def _glue_cases() -> dict[str, Launch]:
     for ranks, tree in [(10, _WIDE), (16, _LARGEST)]:
         found[_name("tree_grow", None, tree, torch.int32)] = _tree_grow(ranks, tree, lattice=False)
     found[_name("tree_grow_lattice", None, _WIDE, torch.int32)] = _tree_grow(10, _WIDE, lattice=True)
+    for size, tree in [(64, _NARROW), (256, _WIDE), (512, _LARGEST)]:  # of two, of four and of many drafters
+        found[_name("tree_merge", None, tree, torch.int32)] = _tree_merge(size, tree)
+        found[_name("learn_chances", None, tree, torch.int32)] = _learn_chances(size, tree)
     for lists in [1, 10]:
         found[_name(f"beam_step_{lists}x10", None, None, torch.int32)] = _beam_step(lists)
     return found
@@ -219,6 +224,18 @@ def _tree_grow(ranks: int, tree: TreeSize, *, lattice: bool) -> Launch:
     block = _int32(1, 16, ranks), _uniform(1, 16, ranks), _int32(1)
     edges = _uniform(1, 15, ranks, ranks) if lattice else None
     return _launch(tree_grow, *block, num_nodes=tree.num_nodes, edges=edges, logsumexp=_uniform(1, 16))
+
+
+def _tree_merge(size: int, tree: TreeSize) -> Launch:
+    pool = _int32(1, size), _int32(1, size), _uniform(1, size), _int32(size)
+    sizes = {"num_nodes": tree.num_nodes, "num_gains": tree.num_nodes, "max_depth": 16}
+    return _launch(tree_merge, *pool, _int32(1), _int32(4), **sizes)
+
+
+def _learn_chances(size: int, tree: TreeSize) -> Launch:
+    step = _int32(1, size), _int32(1, size), _int32(1, size), _int32(size), _int32(1, tree.max_depth + 1), _int32(1)
+    table = _uniform(1, size, 2), _uniform(1, size, 2), _uniform(1, size + 1), _int32(1, 4)
+    return _launch(learn_chances, *step, _uniform(size), *table, num_grades=8, decay=0.99, strength=4.0)
 
 
 def _beam_step(lists: int) -> Launch:

@@ -32,6 +32,7 @@ OPS = (
     *("tree_attention", "skinny_linear", "draft_heads", "lm_head_topk"),  # the last to arrive merges
     # changed in place, or read after being stored
     *("kv_compact", "commit_pairs", "emit_step", "rope_kv_write", "tree_grow", "tree_rerank", "sample_probs"),
+    *("tree_merge", "learn_chances"),
     *("accept_rejection", "accept_typical"),  # loads through shared memory ahead of their use, and gathers there
 )
 

@@ -45,29 +45,27 @@ def learn_chances(
             if is_right:
                 depth_of[index] = depth
                 agreed[row][members[index]] += depth <= accepted
-    if not tried:
-        return
-    agreed_ += torch.tensor(agreed, dtype=torch.int32, device=agreed_.device)
-    rows, cells = np.array([*tried]).T
-    found = np.array([*tried.values()], dtype=np.float32)
     # of tensors on the host these are the tensors' own memory
     tables = [tensor.cpu().numpy() for tensor in (counts_, totals_, chance_)]
     counts, totals, chance = tables
-    counts[rows, cells] = np.float32(decay) * counts[rows, cells] + found
-    totals[rows, cells] += found
-    rows, first = np.array([*{(row, one // num_grades * num_grades) for row, one in tried}]).T[:, :, None]
-    grades = first + np.arange(num_grades)
-    chance[rows, grades] = _estimate(counts[rows, grades], prior.cpu().numpy()[grades], np.float32(strength))
+    if tried:
+        agreed_ += torch.tensor(agreed, dtype=torch.int32, device=agreed_.device)
+        rows, cells = np.array([*tried]).T
+        found = np.array([*tried.values()], dtype=np.float32)
+        counts[rows, cells] = np.float32(decay) * counts[rows, cells] + found
+        totals[rows, cells] += found
+    chance[:, :num_cells] = _estimate(counts, prior.cpu().numpy(), num_grades, np.float32(strength))
     for tensor, table in zip((counts_, totals_, chance_), tables, strict=True):
         if tensor.device.type != "cpu":
             tensor.copy_(torch.from_numpy(table))
 
 
 def _estimate(
-    counts: npt.NDArray[np.float32], prior: npt.NDArray[np.float32], strength: np.float32
+    counts: npt.NDArray[np.float32], prior: npt.NDArray[np.float32], num_grades: int, strength: np.float32
 ) -> npt.NDArray[np.float32]:
-    """[n, G] chances that do not rise with the grade, of [n, G, 2] counts."""
+    """[B, C] chances that do not rise with the grade, of [B, C, 2] counts."""
     single = (counts[..., 0] + strength * prior) / (counts[..., 1] + strength)
-    least_before = np.minimum.accumulate(single, 1)
-    most_behind = np.maximum.accumulate(single[:, ::-1], 1)[:, ::-1]
-    return (least_before + most_behind) / np.float32(2)
+    by_grade = single.reshape(counts.shape[0], counts.shape[1] // num_grades, num_grades)
+    least_before = np.minimum.accumulate(by_grade, 2)
+    most_behind = np.maximum.accumulate(by_grade[:, :, ::-1], 2)[:, :, ::-1]
+    return ((least_before + most_behind) / np.float32(2)).reshape(single.shape)

@@ -17,6 +17,7 @@ from specdec.kernels.reference import tree_rerank as rerank_reference
 from specdec.kernels.sample_probs import WarpSettings
 
 WITH_PARENT = sorted(name for name, launcher in LAUNCHERS.items() if "parent" in inspect.signature(launcher).parameters)
+OF_CANDIDATES = ["learn_chances", "tree_merge"]  # whose places take the part of nodes, in every row
 OF_NODES = [name for name in WITH_PARENT if name != "tree_rerank"]
 
 
@@ -26,7 +27,7 @@ def on_cpu(arguments):
 
 def test_these_are_the_ops_with_parents():
     rules = {f"accept_{rule}" for rule in ("greedy", "naive", "rejection", "traversal", "typical")}
-    assert {*WITH_PARENT} == rules | {"sample_probs", "tree_rerank", "warp_logits"}
+    assert {*WITH_PARENT} == rules | {*OF_CANDIDATES, "sample_probs", "tree_rerank", "warp_logits"}
 
 
 NODE_CASES = {
@@ -44,7 +45,8 @@ NODE_CASES = {
 def test_parents_that_are_no_earlier_nodes_are_refused(name, case, backend):
     parent, got = NODE_CASES[case]
     tokens = int32([[1, 2, 3, 4]] * 3)
-    arguments = on_cpu(arguments_of(name, parent=int32([parent]), tokens=tokens, backend=backend))
+    rows = int32([parent] * (3 if name in OF_CANDIDATES else 1))
+    arguments = on_cpu(arguments_of(name, parent=rows, tokens=tokens, backend=backend))
     with pytest.raises(ValueError, match=f"parent: expected -1 or an earlier node, {got}"):
         LAUNCHERS[name](**arguments)
 
@@ -161,12 +163,13 @@ def too_large(name):
         "accept_typical": {"tokens": nodes, "parent": parent, "logits": floats},
         "sample_probs": {"tokens": nodes, "parent": parent, "logits": floats, "history": None, "settings": None},
         "tree_expand": {"row": nodes[0], "rank": nodes[0], "depth": nodes[0]},
+        "tree_merge": {"num_nodes": MAX_NODES + 1},
         "tree_rerank": {"num_nodes": MAX_NODES + 1},
         "warp_logits": {"tokens": nodes, "parent": parent, "logits": floats, "history": None, "settings": None},
     }[name]
 
 
-@pytest.mark.parametrize("name", [*WITH_PARENT, "tree_expand"])
+@pytest.mark.parametrize("name", [*(name for name in WITH_PARENT if name != "learn_chances"), "tree_expand"])
 def test_more_than_512_nodes_are_refused(name):
     with pytest.raises(ValueError, match=r": expected 1 to 512 nodes, root included, got 513"):
         LAUNCHERS[name](**on_cpu(arguments_of(name, **too_large(name))))

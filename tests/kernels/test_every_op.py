@@ -30,6 +30,7 @@ LAST_PROGRAMS = {
     "draft_heads_concat": (0, 1, 1),
     "emit_step": (0, 0, 0),
     "kv_compact": (1, 3, 2),
+    "learn_chances": (2, 0, 0),
     "lm_head_topk": (5, 2, 1),
     "lstm_recurrence": (1, 4, 0),
     "philox_exponential": (8, 2, 0),
@@ -43,6 +44,7 @@ LAST_PROGRAMS = {
     "tree_attention": (2, 7, 2),
     "tree_expand": (2, 2, 0),
     "tree_grow": (44, 2, 0),
+    "tree_merge": (2, 1, 0),
     "tree_rerank": (2, 0, 0),
     "warp_logits": (2, 2, 2),
 }
@@ -250,7 +252,7 @@ def test_a_launcher_never_waits_for_the_device(name, monkeypatch):
     monkeypatch.setattr(
         InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **kwargs: launched.append(self)
     )
-    for module in ("common.walk", "tree_rerank"):  # values are looked at on a CPU alone
+    for module in ("common.walk", "learn_chances", "tree_merge", "tree_rerank"):  # values are looked at on a CPU alone
         monkeypatch.setattr(importlib.import_module(f"specdec.kernels.{module}"), "check_parent", lambda *_, **__: None)
     with monkeypatch.context() as patch:
         guard = Guard()

@@ -106,6 +106,27 @@ def lattice_of(g, depth, root):
     return (tokens, logits, root), {"num_nodes": 40, "edges": edges, "logsumexp": rand(g, BATCH, depth)}
 
 
+def pool_calls(g, size, root, *, num_nodes, num_places, num_cells):
+    """The calls that take candidates of two drafters.
+
+    Few tokens and few chances, so that many paths and many reaches are equal; a step that emitted some of the same few
+    tokens, and a row that has finished.
+    """
+    order = torch.arange(size, device=DEVICE)
+    parent = torch.minimum(randint(g, -1, size, BATCH, size), (order - 1) // 2).int()
+    tokens, member = randint(g, 0, 4, BATCH, size), randint(g, 0, 2, size)
+    chance, cell = randint(g, 0, 9, BATCH, size) / 8, randint(g, 0, num_cells + 1, BATCH, size)
+    verdict = randint(g, 0, 4, BATCH, num_places), int32([1, -1, num_places - 1])
+    counts, totals = 9 * rand(g, BATCH, num_cells, 2), randint(g, 0, 99, BATCH, num_cells, 2).float()
+    table = rand(g, num_cells), counts, totals, rand(g, BATCH, num_cells + 1), randint(g, 0, 9, BATCH, 2)
+    settings = {"num_grades": 4, "decay": 0.9, "strength": 2.5}
+    merged = {"num_nodes": num_nodes, "num_gains": 11, "max_depth": 5}
+    return {
+        "learn_chances": ((tokens, parent, cell, member, *verdict, *table), settings),
+        "tree_merge": ((tokens, parent, chance, member, root, int32([0b11, 0b10])), merged),
+    }
+
+
 def calls(sizes):
     """A call of every op, as (positional, keyword) arguments."""
     g = torch.Generator().manual_seed(1)
@@ -166,7 +187,7 @@ def calls(sizes):
         "tree_grow": lattice_of(g, beams + 3, root),
         "tree_rerank": ((level[0], level[1], pool_parent, root), {"num_nodes": 40, "max_depth": 2}),
         "warp_logits": ((warped[0], warping, *warped[1:], history), {}),
-    }
+    } | pool_calls(g, 8 * beams, root, num_nodes=sizes.tree, num_places=n, num_cells=4 * beams)
 
 
 CALLS, LARGE_CALLS = calls(SMALL), calls(LARGE)
