@@ -222,6 +222,8 @@ def _add_drafter_and_rule(rng: random.Random, call: Call, do_sample: bool) -> No
         rule = rng.choice(["auto", "auto", *(name for name, one in RULES.items() if not one().samples)])
     elif rule == "greedy" or (rule in DRAWING and kind in WITHOUT_TREE):
         rule = "auto"
+    if kind in LEARNING and rule == "typical":  # whose text is another one with other trees
+        rule = "auto"
     made = make_drafter(kind)
     must_grow = isinstance(made.shape, DynamicTree)
     if must_grow and rule in DRAWING:

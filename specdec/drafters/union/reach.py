@@ -37,9 +37,11 @@ class Evidence:
         self._word = torch.tensor(_MIDDLES, device=device).repeat(num_members * len(_DEPTHS))
 
     def prior(self) -> torch.Tensor:
-        """[C] float32 chance of a candidate of each cell."""
+        """[C] float32 chance of a candidate of each cell; it does not rise with the grade, as rows' chances do not."""
         right, tried = self.counts.unbind(1)
-        return (right + _WORD * self._word) / (tried + _WORD)
+        by_grade = ((right + _WORD * self._word) / (tried + _WORD)).view(-1, NUM_GRADES)
+        most_behind = by_grade.flip(1).cummax(1).values.flip(1)
+        return ((by_grade.cummin(1).values + most_behind) / 2).flatten()
 
     def add(self, totals: torch.Tensor) -> None:
         """Remember what the rows of a generation have found, `totals [B, C, 2]`."""
