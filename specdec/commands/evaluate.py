@@ -32,7 +32,8 @@ def add_to(commands: "Commands") -> None:
     parser = commands.add_parser("eval", help="compare drafters, plain decoding and transformers on your prompts")
     sources = (
         "kinds without weights, folders, hub ids, or with --model tiny or smollm2 bundled ones; SOURCE@TREE gives one "
-        "another tree, as --tree of generate (eagle@auto measures), and NAME=SOURCE another name"
+        "another tree, as --tree of generate (eagle@auto: sized at every step), A+B makes one of two, and NAME=SOURCE "
+        "gives another name"
     )
     prompts = "files, spec_bench, mt_bench, humaneval, gsm8k, speed_bench, bundled, or data sets of the hub"
     count = "this many of them, spread over their categories (default: all)"

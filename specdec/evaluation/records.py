@@ -14,11 +14,12 @@ the last one and is dropped when the run goes on; any other line that cannot be 
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec.common.provenance import append_record
+from specdec.evaluation.plans import AnswerPlan
 
 __all__ = [
     "FORMAT",
@@ -138,6 +139,8 @@ class Answer:
         times_ms: the group's time by phase.
         divergence: of greedy decoding, where the text first differs from plain decoding's, as
             `specdec.evaluation.checking.Divergence`; None where it is the same, and for sampling.
+        plan: what was chosen step by step, of drafters that choose; None for others. It is that of the whole batch, and
+            stands with the batch's first answer alone.
     """
 
     arm: str
@@ -156,6 +159,7 @@ class Answer:
     deepest: list[int] | None
     times_ms: dict[str, float]
     divergence: dict[str, Any] | None
+    plan: AnswerPlan | None = None
 
     @property
     def key(self) -> Key:
@@ -333,6 +337,8 @@ def _about(head: Mapping[str, Any], place: str) -> About:
 def _answer(line: Mapping[str, Any], place: str, results: Results) -> Answer:
     """An answer to a question of the first line by an arm of it, whose text is known."""
     answer = _made(Answer, line, place)
+    if line.get("plan") is not None:
+        answer = replace(answer, plan=_made(AnswerPlan, line["plan"], place))
     if answer.arm not in {arm.name for arm in results.about.arms}:
         raise ValueError(f"{place}: expected an arm of the first line, got {answer.arm!r}")
     if answer.question not in {question["name"] for question in results.about.questions}:
@@ -362,7 +368,7 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, loaded
 
 
-_Line = TypeVar("_Line", About, Answer, ArmInfo, LeftOut, Missing, Trace, TracedStep)
+_Line = TypeVar("_Line", About, Answer, AnswerPlan, ArmInfo, LeftOut, Missing, Trace, TracedStep)
 
 
 def _made(kind: type[_Line], line: Mapping[str, Any], place: str) -> _Line:

@@ -21,6 +21,7 @@ from specdec.common.text_pieces import pieces_of
 from specdec.drafting.base import Drafter
 from specdec.evaluation.arms import Arm, Decoded, Request, our_arms, transformers_arms
 from specdec.evaluation.checking import first_divergence
+from specdec.evaluation.plans import short_plan
 from specdec.evaluation.prompts import Question, conversation_prompt, split_by_length
 from specdec.evaluation.records import (
     PLAIN,
@@ -215,6 +216,7 @@ class _Run:
                 deepest=stats.deepest[row] if stats else None,
                 times_ms={name: round(value, 3) for name, value in stats.times_ms.items()} if stats else {},
                 divergence=asdict(divergence) if divergence else None,
+                plan=short_plan(stats.plan) if stats and stats.plan and row == 0 else None,
             )
             self.files.answer(answer)
             self.results.answers[key] = answer

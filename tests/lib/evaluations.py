@@ -1,9 +1,10 @@
 """Evaluations made by hand: figures that one can compute on paper, and texts that are awkward to show."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from specdec.common.provenance import append_record
 from specdec.evaluation.checking import Divergence
+from specdec.evaluation.plans import AnswerPlan
 from specdec.evaluation.records import (
     About,
     Answer,
@@ -139,6 +140,29 @@ def evaluation():
         temperatures=[0.0, 1.0],
         max_new_tokens=13,
     )
+
+
+def planned_evaluation():
+    """The same with what was chosen for every answer of medusa, now a union with a lookup in the text: both at first,
+    then one of them, plain decoding, the other."""
+    results = evaluation()
+    plan = AnswerPlan(
+        members=["lookup", "medusa <b>"],
+        sets=[[0, 1], [0], [], [1]],
+        chosen=[0, 1, 2, 2, 3],
+        num_nodes=[16, 8, 1, 1, 4],
+        predicted=[3.5, 2.25, 1.0, 1.0, 2.75],
+        emitted=[3, 2, 3, 1, 3],
+        proposed_by=[3, 4],
+        predicted_tokens=10.5,
+        cost_ms=8.0,
+        predicted_speedup=1.25,
+        real_speedup=1.5,
+    )
+    for key, one in results.answers.items():
+        if key.arm == "medusa":
+            results.answers[key] = replace(one, plan=plan)
+    return results
 
 
 def _trace(name, pieces):

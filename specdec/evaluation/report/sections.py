@@ -8,6 +8,7 @@ from specdec.evaluation.checking import Divergence
 from specdec.evaluation.figures import ArmFigures, GroupSpeed
 from specdec.evaluation.records import PLAIN, Answer, Results
 from specdec.evaluation.report.charts import by_category, by_depth, over_prompts, speed_against_tau
+from specdec.evaluation.report.chosen import chosen
 from specdec.evaluation.report.document import Cell, Chart, Document, Section, Table
 from specdec.evaluation.report.drawing import styles_of
 from specdec.evaluation.report.found import Found, is_explained
@@ -32,6 +33,7 @@ def document_of(found: Found) -> Document:
     sections = [
         _speeds(found),
         _acceptance(found),
+        chosen(found),
         _categories(found),
         _prompts(found),
         _differences(found),

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lib.browser import launched, opened
-from lib.evaluations import AWKWARD, evaluation
+from lib.evaluations import AWKWARD, evaluation, planned_evaluation
 from specdec.evaluation.report import write_report
 
 # Parts of the page that stand out at the right, but for what scrolls inside of a box of its own.
@@ -91,6 +91,21 @@ def test_nothing_overflows_is_fetched_or_complained_about(browser, file, width, 
         assert page.locator("svg.chart").count() >= 6
     assert said == []
     assert asked == [file.as_uri()]
+
+
+@pytest.mark.parametrize(("width", "theme"), [(360, "dark"), (1440, "light")])
+def test_what_was_chosen_fits_every_page(browser, tmp_path, width, theme):
+    write_report(planned_evaluation(), tmp_path)
+    with opened(browser, tmp_path / "report.html", width=width, theme=theme) as (page, said, asked):
+        for one in page.locator("#chosen summary").all():
+            one.click()
+        assert page.locator("#chosen svg.chart").count() == 2  # an answer of each category
+        assert page.evaluate(OVERFLOWING) == []
+        assert page.evaluate(UNREACHABLE) == []
+        assert page.evaluate(CONTRASTS) == []
+        assert all(box["width"] <= width for box in (one.bounding_box() for one in page.locator("#chosen svg").all()))
+    assert said == []
+    assert asked == [(tmp_path / "report.html").as_uri()]
 
 
 def test_the_page_follows_the_system_until_the_button_is_pressed(browser, file):
