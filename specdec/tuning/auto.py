@@ -50,8 +50,9 @@ def load_drafter(
         kind: what `source` holds, when the files do not tell.
         tree: the draft tree, in any of the forms of `specdec.trees.dynamic.as_tree`; with `"dynamic"`, for drafters
             that grow trees, the settings `num_nodes` (root counted), `depth` and `top_k` are its limits. With `"auto"`
-            the drafter's tree is cut step by step to what is worth it, plain decoding included; a union always is. Both
-            measure for some seconds what steps cost on this machine. A plan of `specdec tune` is a choice made once.
+            the drafter's tree is cut step by step to what is worth it, plain decoding included; a union's always is.
+            Both measure for some seconds what steps cost on this machine. A union with a number for a tree proposes as
+            many nodes, of all its members, in every step. A plan of `specdec tune` is a choice made once.
         any_target: load a drafter that was trained for another target of the same sizes.
         settings: settings of the kind, such as prompt_lookup's `max_ngram` and `num_draft_tokens`, and of reading
             the files that others published, such as EAGLE's `tap_layers` and `rope_theta`. With `tree="auto"` and with
@@ -69,18 +70,24 @@ def load_drafter(
     if source == AUTO:
         sources = list(drafters_at_hand(target))
         logger.info("drafter: auto takes %s", " and ".join(map(str, sources)))
-    elif len(sources) == 1 and (tree != AUTO or isinstance(source, Drafter)):
+    elif len(sources) == 1 and tree != AUTO:
         return load_one(source, target, kind=kind, tree=tree, any_target=any_target, **settings)
     own = {name: settings.pop(name) for name in ("num_nodes", "batch_size") if name in settings}
+    is_fixed = isinstance(tree, int) and not isinstance(tree, bool)
     if len(sources) > 1 or source == AUTO:
-        _check_alone({"kind": kind, "tree": None if tree == AUTO else tree, **settings})
+        _check_alone({"kind": kind, "tree": None if tree == AUTO or is_fixed else tree, **settings})
         members = [load_one(one, target, any_target=any_target) for one in sources]
     else:
         members = [load_one(sources[0], target, kind=kind, any_target=any_target, **settings)]
+        if members[0].num_ways > 1:
+            raise ValueError("tree: expected None with a union, which is sized at every step, got 'auto'")
         if members[0].shape.num_nodes == 1:  # plain decoding
             return members[0]
-    union = Union(members, names=names_of(sources), num_nodes=own.get("num_nodes", NUM_NODES))
-    return measured(target, union, batch_size=own.get("batch_size", 1))
+    if is_fixed and "num_nodes" in own:
+        raise ValueError(f"num_nodes: expected none beside tree={tree!r}, which says how many, got {own['num_nodes']}")
+    budget = tree if isinstance(tree, int) else own.get("num_nodes", NUM_NODES)
+    union = Union(members, names=names_of(sources), num_nodes=budget)
+    return union if is_fixed else measured(target, union, batch_size=own.get("batch_size", 1))
 
 
 def _sources(source: AnySource) -> list[OneSource]:

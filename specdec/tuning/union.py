@@ -1,6 +1,7 @@
 """Drafters that are chosen and sized at every step: a union of what is at hand, by costs measured on this machine."""
 
 import logging
+import os
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -89,4 +90,12 @@ def _beside_ms(target: Target, drafter: Drafter, text: torch.Tensor) -> float:
 
 def names_of(sources: Sequence[object]) -> list[str]:
     """What members are called in reports: by where they came from, shortened to the last part of a path."""
-    return [str(one).rstrip("/").rsplit("/", 1)[-1] if isinstance(one, str) else type(one).__name__ for one in sources]
+    return [_name_of(one) for one in sources]
+
+
+def _name_of(source: object) -> str:
+    if isinstance(source, Drafter):
+        return source.kind
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source).rstrip("/").rsplit("/", 1)[-1]
+    return type(source).__name__
