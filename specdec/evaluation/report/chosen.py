@@ -33,10 +33,10 @@ _TEXT = (
     "tokens are by the chances that drafters give their nodes, before the target has seen them."
 )
 _CHARTS = (
-    "In the charts of the page the line is the number of nodes, 1 in plain decoding, and the area the tokens that "
-    "came: what lies between them was scored in vain."
+    "In the charts of the page the line is the number of nodes, 1 in plain decoding, and the area the tokens that came"
 )
-_BATCHES = "Steps, and the tokens of a step, are those of a whole batch; nodes are counted per row."
+_SINGLE = ": what lies between them was scored in vain."
+_BATCHES = ". Steps and their tokens are those of a whole batch, nodes are counted per row."
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def chosen(found: Found) -> Section:
         tables += (
             [_members_table(planned, temperature), _speedups_table(found, planned, temperature)] if planned else []
         )
-    text = [_TEXT, _CHARTS, *([_BATCHES] if found.batch_size > 1 else [])]
+    text = [_TEXT, _CHARTS + (_BATCHES if found.batch_size > 1 else _SINGLE)]
     return Section("chosen", "What was chosen", text=text, tables=tables, charts=_charts(found.results, by_arm))
 
 
