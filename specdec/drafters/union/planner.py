@@ -31,7 +31,7 @@ _SMOOTHING = 0.2  # weight of the newest step in a running mean
 _MOST_MOVED = 1.5  # by which a single step may differ from what steps took before
 _FIRST_WAIT = 4  # steps before a drafter that was left out is asked again
 _MOST_WAIT = 64
-_SHARE = 0.015  # of the time of plain decoding that asking again may take, per drafter
+_SHARE = 0.01  # of the time of plain decoding that asking again may take, per drafter
 
 
 def ladder(budget: int) -> tuple[int, ...]:
