@@ -27,6 +27,7 @@ ROOMS = [
     "specdec/trees",
     "specdec/drafting",
     "specdec/drafters/weightless",
+    "specdec/drafters/union",
     "specdec/drafters",
     "specdec/loop",
     "specdec/tuning",

@@ -39,9 +39,9 @@ def learn_chances(
             if not 0 < depth <= accepted + 1 or own_cell >= num_cells:
                 continue
             is_right = token == text[row][depth - 1]
-            found = tried.setdefault((row, own_cell), [0, 0])
-            found[0] += is_right
-            found[1] += 1
+            counted = tried.setdefault((row, own_cell), [0, 0])
+            counted[0] += is_right
+            counted[1] += 1
             if is_right:
                 depth_of[index] = depth
                 agreed[row][members[index]] += depth <= accepted

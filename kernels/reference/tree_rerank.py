@@ -89,21 +89,21 @@ def tree_of_nodes(
     deepest: list[int] = []
     for root_token, row in zip(root.tolist(), nodes, strict=True):
         padding = [(root_token, -1, 0, -1)] * (num_nodes - 1 - len(row))
-        tokens, parents, depths, index = zip((root_token, -1, 0, -1), *row, *padding, strict=True)
+        tokens, parents, depths, indices = zip((root_token, -1, 0, -1), *row, *padding, strict=True)
         paths: list[int] = []  # bit j of a node's path: node j lies on it
         for node, above in enumerate(parents):
             paths.append(1 << node | (paths[above] if above >= 0 else 0))
-        for rows, values in zip(numbers, (tokens, parents, depths, index), strict=True):
+        for rows, values in zip(numbers, (tokens, parents, depths, indices), strict=True):
             rows.append(values)
         words.append([[path >> 32 * w & 0xFFFFFFFF for w in range(num_words)] for path in paths])
         deepest.append(max(depths))
 
     table = torch.tensor(numbers, dtype=torch.int64).view(4, batch, num_nodes).to(root)
-    fields = [values.clone() for values in table]  # the results of an op share no memory
+    token, parent, depth, index = (values.clone() for values in table)  # the results of an op share no memory
     # through int64: bit 31 of a word is the sign of an int32
     ancestors = torch.tensor(words, dtype=torch.int64).view(batch, num_nodes, num_words).to(root)
     deepest_nodes = torch.tensor(deepest, dtype=torch.int64).to(root)
-    return RerankedTree(*fields[:3], ancestors, deepest_nodes, fields[3])
+    return RerankedTree(token, parent, depth, ancestors, deepest_nodes, index)
 
 
 def _best_first(

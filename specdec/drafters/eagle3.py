@@ -63,6 +63,11 @@ class Eagle3(Eagle):
         self.tap_layers = config.tap_layers if tap_layers is None else tuple(tap_layers)
 
     @property
+    def most_new(self) -> int | None:
+        """As `Drafter`: the smallest window, which ends in the text, must hold all that is read behind it."""
+        return self.network.config.least_window
+
+    @property
     def saved_config(self) -> Eagle3Config:
         """With the tap layers, which published files need not name."""
         return replace(self.network.config, tap_layers=self.tap_layers)
@@ -84,6 +89,7 @@ class Eagle3(Eagle):
 
     def bind(self, target: Target) -> None:
         """As `Eagle`, with what the network has of its own in the place of what the target shares."""
+        check_windows(self.network.config, self.max_new)
         super().bind(target)
         network = self.network
         if network.lm_head is not None:

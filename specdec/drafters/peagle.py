@@ -71,6 +71,12 @@ class PEagle(Eagle3):
     def _check_grown(self, shape: DynamicTree) -> None:
         """Nothing: `shape_for_block` says what can grow."""
 
+    @property
+    def most_new(self) -> int | None:
+        """As `Eagle3`, with the masks behind what is read."""
+        least = self.network.config.least_window
+        return None if least is None else least - self._num_masks
+
     def _lay_out(self, target: Target) -> None:
         check_windows(self.network.config, self.max_new + self._num_masks)
         self._passes = MaskPasses(self._num_masks, target.device)

@@ -107,6 +107,11 @@ class Drafter(ABC):
         """Most committed tokens, roots included, that may come between two drafts; by default one step's."""
         return self.shape.max_depth + 1 if self._max_new is None else self._max_new
 
+    @property
+    def most_new(self) -> int | None:
+        """The most that `max_new` may be; None for any number."""
+        return None
+
     def holding(self, max_new: int) -> "Drafter":
         """A shallow copy for whose drafts so many tokens may come in between; to be bound anew.
 

@@ -44,7 +44,7 @@ def load_drafter(
             a bundled drafter such as `"smollm2/eagle"`, a loaded causal LM, or None for plain decoding. A `Drafter` is
             returned as it is. Several of these in a list, or in a text with `+` between them
             (`"prompt_lookup+smollm2/eagle"`), make a union: one tree of what all propose. `"auto"` makes a union of
-            what is at hand for this model: what looks the text up in itself, and a bundled or downloaded drafter, if
+            what looks the text up in itself and a drafter for this model that is bundled or was downloaded before, if
             there is one.
         target: what it will draft for.
         kind: what `source` holds, when the files do not tell.

@@ -44,7 +44,7 @@ def measured(
         target: the target.
         union: what drafts.
         batch_size: rows that will be decoded together; drafts of other batches are taken to last as long.
-        context: tokens of text per row; by default `CONTEXT`, or half of a smaller model's context.
+        context: tokens of text per row; by default `CONTEXT`, or half of what a smaller model has room for.
         measure: what times a function; by default `measure_ms`, on a GPU of replays.
 
     Raises:
@@ -56,7 +56,7 @@ def measured(
     known = _KNOWN.setdefault(target.model, {})
     if key in known:
         return union.with_costs(known[key])
-    context = min(CONTEXT, target.max_positions // 2) if context is None else context
+    context = min(CONTEXT, (target.max_positions - budget) // 2) if context is None else context
     check_context(target, budget, batch_size=batch_size, context=context)
     if measure is None:
         measure = replayed(CudaGraphs(target.device)) if target.device.type == "cuda" else measure_ms

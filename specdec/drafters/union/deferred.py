@@ -74,6 +74,6 @@ def _as_one(steps: Sequence[_Step]) -> tuple[Verdict, TargetOutput]:
     output = TargetOutput(
         scores=steps[-1].output.scores,
         hidden=torch.cat([step.output.hidden for step in steps], 1),
-        taps=[torch.cat(parts, 1) for parts in zip(*(step.output.taps for step in steps), strict=True)],
+        taps=tuple(torch.cat(parts, 1) for parts in zip(*(step.output.taps for step in steps), strict=True)),
     )
     return Verdict(padded(paths), counts, steps[-1].verdict.next_root, padded(texts)), output

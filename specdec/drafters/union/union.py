@@ -142,7 +142,8 @@ class Union(Drafter):
     def bind(self, target: Target) -> None:
         """As `Drafter`: every member is bound."""
         # of two steps the host may not have heard yet
-        self._held = 2 * self.choices.most_emitted + _BACKLOG.get(target.device.type, _LEAST_BACKLOG)
+        held = 2 * self.choices.most_emitted + _BACKLOG.get(target.device.type, _LEAST_BACKLOG)
+        self._held = min([held, *(one.most_new for one in self.members if one.most_new is not None)])
         self.members = [member.holding(self._held) for member in self.members]
         for member in self.members:
             member.bind(target)
@@ -212,8 +213,8 @@ class Union(Drafter):
                 trees.append(member.draft(root, Best(with_logps=True)))
             elif self._deferred is None:
                 member.skip(root)
-        if self._deferred is not None and len(trees) < len(self.members):
-            self._root = root.clone()
+        is_known_to_all = self._deferred is None or len(trees) == len(self.members)
+        self._root = None if is_known_to_all else root.clone()
         if not trees:
             return self._plain(root)
         if self._may_ask and not any(bool(tree.deepest.any()) for tree in trees):
@@ -251,7 +252,7 @@ class Union(Drafter):
         for number, member in enumerate(self.members):
             if self._deferred is None or number in self._drafting:
                 member.commit(verdict, output)
-        if self._deferred is not None and len(self._drafting) < len(self.members):
+        if self._deferred is not None and self._root is not None:
             self._deferred.note(self._root, verdict, output, self._drafting)
         self.learn(verdict)
 
