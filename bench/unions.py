@@ -35,7 +35,7 @@ from specdec.tuning.auto import load_drafter
 
 __all__ = ["SIZES", "Contrary", "main", "union_table"]
 
-SIZES = (2, 4, 8, 16)
+SIZES = (4, 8, 16)
 """Nodes of the fixed arms."""
 
 UNION, CONTRARY = "union", "contrary"
