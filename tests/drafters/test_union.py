@@ -8,6 +8,7 @@ import torch
 import specdec
 from lib.law_drafters import VOCAB_SIZE, build_target, make_drafter
 from specdec.drafters.union.costs import WayCosts
+from specdec.drafters.union.deferred import Deferred
 from specdec.drafters.union.planner import WayPlanner
 from specdec.drafters.union.reach import NUM_GRADES, Evidence, Pool, ReachTables
 from specdec.drafters.union.union import Union
@@ -16,7 +17,7 @@ from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.verdict import Verdict
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Naive, Rejection
-from specdec.models.target.target import Target
+from specdec.models.target.target import Target, TargetOutput
 from specdec.tuning.auto import split_names
 from specdec.tuning.union import measured
 
@@ -102,6 +103,43 @@ def test_what_a_generation_found_is_where_the_next_one_begins():
     for _ in range(100):
         evidence.add(1000 * totals)
     assert evidence.counts.max() < 2001
+
+
+class Listener:
+    """Keeps what a member is told."""
+
+    def __init__(self):
+        self.roots, self.tokens = [], []
+
+    def skip(self, root):
+        self.roots += root.tolist()
+
+    def commit(self, verdict, output):
+        row = verdict.emitted[0, : verdict.num_emitted[0]].tolist()
+        assert output.hidden[0, verdict.path[0, : len(row)].long(), 0].tolist() == row  # the states of these tokens
+        self.tokens += row
+
+
+def test_every_member_is_told_once_of_every_step():
+    generator = torch.Generator().manual_seed(0)
+    members, later = [Listener(), Listener()], Deferred(2)
+    text = []
+    for step in range(40):
+        count = int(torch.randint(1, 4, (), generator=generator))
+        tokens = torch.arange(len(text), len(text) + count)[None].int()
+        output = TargetOutput(scores=None, hidden=tokens[..., None].float(), taps=())
+        path = torch.arange(count, dtype=torch.int32)[None]
+        verdict = Verdict(path, torch.tensor([count - 1], dtype=torch.int32), tokens[:, -1], tokens)
+        drafted = [number for number in (0, 1) if step % (3, 7)[number] == 0]
+        for number in drafted:
+            later.tell(number, members[number])
+            members[number].commit(verdict, output)
+        later.note(torch.tensor([len(text)]), verdict, output, drafted)
+        text += tokens[0].tolist()
+    for number, member in enumerate(members):
+        later.tell(number, member)
+        assert member.tokens == text
+        assert set(member.roots) <= set(text)
 
 
 @pytest.mark.parametrize("kinds", [("suffix", "medusa"), ("eagle", "draft_tree"), ("prompt_lookup", "hydra", "dspark")])
