@@ -70,7 +70,7 @@ def measured(
     # merging, learning, acceptance and commit: what all members together take, for any of them
     beside = _beside_ms(target, union.with_costs(None), text)
     plain_ms = groups.pop(0, 0.0) + _beside_ms(target, NoDrafter(), text)
-    costs = WayCosts(pass_ms, {group: time + beside for group, time in groups.items()}, plain_ms)
+    costs = WayCosts(pass_ms, {group: time + beside for group, time in groups.items()}, plain_ms, is_corrected=True)
     known[key] = costs
     logger.info("union of %s: %s", ", ".join(union.names), costs)
     return union.with_costs(costs)

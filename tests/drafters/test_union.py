@@ -14,6 +14,7 @@ from specdec.drafters.union.reach import NUM_GRADES, Evidence, Pool, ReachTables
 from specdec.drafters.union.union import Union
 from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.drafting.draft_tree import DraftTree
+from specdec.evaluation.replay import RecordedTarget, RecordedText, Recording
 from specdec.kernels.common.verdict import Verdict
 from specdec.loop.decoder import Decoder
 from specdec.loop.rules import Naive, Rejection
@@ -299,3 +300,37 @@ def test_auto_takes_what_is_at_hand():
     assert torch.equal(output.sequences, specdec.generate(model, None, ids, max_new_tokens=20))
     assert output.stats.plan.members == drafter.names
     assert specdec.load_drafter("auto", build_target()).names == ("suffix",)
+
+
+@pytest.fixture(scope="module")
+def changing():
+    """A target that says prose, then a list that repeats itself, then prose again, and its text."""
+    model, _ = specdec.load_tiny()
+    target = Target(model)
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randperm(target.vocab_size, generator=generator)
+    text = torch.cat((words[:70], words[100:108].repeat(12), words[200:270]))
+    prompt = words[300:310]
+    hidden = torch.zeros(len(prompt) + len(text) - 1, target.hidden_size)
+    recording = Recording((RecordedText(prompt, text, hidden, ()),), len(text), (), ())
+    return RecordedTarget(target, recording), prompt, text.tolist()
+
+
+@pytest.mark.parametrize("members", [["prompt_lookup"], ["prompt_lookup", "tiny/medusa"]])
+def test_the_size_follows_a_text_that_changes_its_nature(members, changing):
+    target, prompt, text = changing
+    costs = WayCosts({1: 1.0, 4: 1.2, 12: 1.8, 32: 4.0}, {1: 0.05, 2: 0.4, 3: 0.45}, plain_ms=0.02)
+    union = Union([specdec.load_drafter(one, target) for one in members], names=members, costs=costs)
+    result = Decoder(target, union).decode([prompt], len(text))
+    assert result.tokens == [text]
+    plan = result.stats.plan
+    where, place = [], 1
+    for count in plan.emitted:  # what stands at the beginning of every step
+        where.append("prose" if place < 70 else "new" if place < 78 else "list" if place < 166 else "end")
+        place += count
+    nodes = {name: [one.num_nodes for one, at in zip(plan.steps, where, strict=True) if at == name] for name in where}
+    assert {*nodes["prose"][8:]} == {1}
+    assert max(nodes["list"][:8]) >= 8  # within eight steps
+    assert sorted(nodes["list"])[len(nodes["list"]) // 2] >= 8
+    assert {*nodes["end"][8:]} == {1}
+    assert len(plan.emitted) < len(text) - 60  # the list came in few steps

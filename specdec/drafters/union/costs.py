@@ -32,6 +32,8 @@ class WayCosts:
         draft_ms: of drafting, by the set of drafters that draft, as bits; merging their trees and learning from the
             step included. A set that is missing takes as long as its largest part and what the others take alone.
         plain_ms: what plain decoding takes beside its pass.
+        is_corrected: whether steps are timed, where one ends before the next begins, and these times corrected by what
+            they took.
 
     Raises:
         ValueError: no entries, or times that are not positive.
@@ -40,6 +42,7 @@ class WayCosts:
     pass_ms: Mapping[int, float]
     draft_ms: Mapping[int, float]
     plain_ms: float = 0.0
+    is_corrected: bool = False
 
     def __post_init__(self) -> None:
         if not self.pass_ms or not all(rows >= 1 and time > 0 for rows, time in self.pass_ms.items()):

@@ -133,7 +133,7 @@ class Union(Drafter):
                 self._rows,
                 backlog=self._held,
                 may_ask=self._may_ask,
-                clock=time.perf_counter if self._may_ask else None,
+                clock=time.perf_counter if self._may_ask and self.costs and self.costs.is_corrected else None,
             )
         self._planner = self._planners[key]
         self._planner.begin(self.finish)
