@@ -7,7 +7,7 @@
 On a GPU passes and drafts are captured and replayed, as decoding does it: run one by one, their launches would hide
 what they cost. What acceptance and commit cost is the same for all trees and is left out. Two measurements may choose
 different trees, the more so on a busy machine; greedy text is the same with any tree. Nothing is measured unless it is
-asked for (`tree="auto"`, `specdec tune`).
+asked for (`specdec tune`; of unions, `specdec.tuning.union`).
 """
 
 import time

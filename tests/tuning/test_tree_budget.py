@@ -266,18 +266,17 @@ def test_a_plan_is_a_tree_wherever_one_is_asked_for(tiny, tmp_path):
     assert isinstance(specdec.load_drafter(tiny_drafter("medusa"), target, tree=tmp_path / "plain.json"), NoDrafter)
 
 
-def test_auto_measures_and_cuts(tiny, monkeypatch):
-    target, _ = tiny
-    costs = StepCosts({1: 1.0, 16: 1.5}, [0, 0.1, 0.2, 0.3])
-
-    def plan(target, drafter):
-        return plan_tree(drafter.shape, [0.5**depth for depth in drafter.shape.depth], costs, batch_size=1)
-
-    monkeypatch.setattr("specdec.tuning.auto.tune", plan)
-    whole = specdec.load_drafter(tiny_drafter("medusa"), target)
-    cut = specdec.load_drafter(tiny_drafter("medusa"), target, tree="auto")
-    assert 1 < cut.shape.num_nodes < whole.shape.num_nodes
-    assert specdec.load_drafter(tiny_drafter("medusa"), target).shape == whole.shape  # nothing is tuned unasked
+def test_auto_sizes_every_step_by_costs_that_are_measured(tiny):
+    target, prompts = tiny
+    drafter = specdec.load_drafter(tiny_drafter("medusa"), target, tree="auto")
+    assert drafter.names == ("medusa",)
+    assert drafter.costs.of(1, 4, 1) > drafter.costs.of(0, 1, 1) > 0
+    expected = Decoder(target).decode(prompts[:1], 20).tokens
+    stats = (result := Decoder(target, drafter).decode(prompts[:1], 20)).stats
+    assert result.tokens == expected
+    assert len(stats.plan.steps) == stats.num_target_passes
+    # nothing is measured unasked
+    assert specdec.load_drafter(tiny_drafter("medusa"), target).num_ways == 1
 
 
 def test_the_command_writes_a_plan_that_generate_reads(tmp_path, capsys):
