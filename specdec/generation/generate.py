@@ -177,7 +177,8 @@ def _decoder(target: Target, drafter: Drafter, rule: AcceptanceRule, *, keep: bo
 def _modules(drafter: Drafter) -> list[nn.Module]:
     """What a drafter runs: its networks, and what it was bound to."""
     held = [one.model if isinstance(one, Target) else one for one in vars(drafter).values()]
-    return [one for one in held if isinstance(one, nn.Module)]
+    own = [one for one in held if isinstance(one, nn.Module)]
+    return own + [one for member in getattr(drafter, "members", ()) for one in _modules(member)]
 
 
 def _is_same(one: Target, other: Target) -> bool:

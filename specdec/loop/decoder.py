@@ -169,7 +169,9 @@ class Decoder:
             chunk_size = PREFILL_CHUNK_SIZE if prefill_chunk_size is None else prefill_chunk_size
             with timer.phase("prefill"):
                 if captured is None:
-                    may_ask = self.captured is None and device.type == "cpu"
+                    # processes that share a model must take steps of the same shapes
+                    is_alone = self.captured is None and self.target.sharding is None
+                    may_ask = is_alone and device.type == "cpu"
                     room = Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens, may_ask=may_ask)
                     with self._explaining_lack_of_memory(num_rows, max_length):
                         state, drafter = self._new_state(room, device), self.drafter.copy_for(room, device)

@@ -267,12 +267,13 @@ def test_a_plan_is_a_tree_wherever_one_is_asked_for(tiny, tmp_path):
 
 
 def test_auto_sizes_every_step_by_costs_that_are_measured(tiny):
-    target, prompts = tiny
+    target, tokenizer = tiny
+    prompts = [tokenizer("def add(a, b):", return_tensors="pt").input_ids[0]]
     drafter = specdec.load_drafter(tiny_drafter("medusa"), target, tree="auto")
     assert drafter.names == ("medusa",)
     assert drafter.costs.of(1, 4, 1) > drafter.costs.of(0, 1, 1) > 0
-    expected = Decoder(target).decode(prompts[:1], 20).tokens
-    stats = (result := Decoder(target, drafter).decode(prompts[:1], 20)).stats
+    expected = Decoder(target).decode(prompts, 20).tokens
+    stats = (result := Decoder(target, drafter).decode(prompts, 20)).stats
     assert result.tokens == expected
     assert len(stats.plan.steps) == stats.num_target_passes
     # nothing is measured unasked
