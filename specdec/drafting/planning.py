@@ -95,7 +95,7 @@ class Planner:
         """The way of the next step, below the drafter's `num_ways`."""
         return 0
 
-    def observe(self, numbers: Sequence[int]) -> None:
+    def observe(self, numbers: Sequence[float]) -> None:
         """Take in the drafter's `forecast` as a step left it; called for the steps in their order."""
 
     def report(self, emitted: Sequence[int]) -> PlanReport | None:

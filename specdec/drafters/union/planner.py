@@ -181,15 +181,18 @@ class WayPlanner(Planner):
         self._pending[-1] = number, size
         return size
 
-    def observe(self, numbers: Sequence[int]) -> None:
-        """As `Planner`: running rows, the most tokens of a row, and per part of the way the gains by size."""
+    def observe(self, numbers: Sequence[float]) -> None:
+        """As `Planner`: running rows, the most tokens of a row, and per part of the way the gains by size.
+
+        Of plain decoding, which tells nothing, any numbers.
+        """
         if not self._pending:
             return  # of a replay that was surplus
         number, cut_to = self._pending.popleft()
         way, sizes = self.choices.ways[number], self.choices.sizes
         if self._clock is not None and self._costs:
             self._correct(way.group, cut_to or way.num_nodes, 1e3 * (self._clock() - self._began))
-        self._num_rows, longest = (numbers[0], numbers[1]) if way.group else (self._num_rows, 1)
+        self._num_rows, longest = (int(numbers[0]), int(numbers[1])) if way.group else (self._num_rows, 1)
         for member in range(len(self._unread)):
             self._unread[member] += longest - self.choices.most_emitted
         expected = 0.0

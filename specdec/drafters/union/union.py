@@ -120,9 +120,9 @@ class Union(Drafter):
         self._way = way
 
     @property
-    def forecast(self) -> torch.Tensor:
-        """As `Drafter`; `WayPlanner.observe` says what it holds."""
-        return self._forecast
+    def forecast(self) -> torch.Tensor | None:
+        """As `Drafter`; `WayPlanner.observe` says what it holds. Where asking is free the planner is told at once."""
+        return None if self._may_ask else self._forecast
 
     def planner(self) -> WayPlanner:
         """As `Drafter`; what it has learnt stays for later generations of as many rows."""
@@ -254,23 +254,17 @@ class Union(Drafter):
                 member.commit(verdict, output)
         if self._deferred is not None and self._root is not None:
             self._deferred.note(self._root, verdict, output, self._drafting)
-        self.learn(verdict)
-
-    def learn(self, verdict: Verdict) -> None:
-        """Count which of the step's candidates were right; nothing after a step of plain decoding."""
         pool, gains, self._pool, self._gains = self._pool, self._gains, None, None
-        if gains is None:
-            return
         if pool is not None:
             self._tables.learn(pool, verdict)
-        if self._may_ask:
-            accepted = verdict.num_accepted.tolist()
-            running = [count >= 0 for count in accepted]
-            numbers = [float(sum(running)), 1.0 + max(accepted)]
-            for of_part in gains.tolist():
-                kept = [values for values, is_running in zip(of_part, running, strict=True) if is_running]
-                numbers += [FIXED_POINT * sum(column) for column in zip(*kept, strict=True)]
-            self._forecast[: len(numbers)] = torch.tensor(numbers)
+        if not self._may_ask:
+            self._tell(verdict, gains)
+        elif self._planner is not None:
+            self._planner.observe(_told(verdict, gains))
+
+    def _tell(self, verdict: Verdict, gains: torch.Tensor | None) -> None:
+        """Leave on the device what the planner is to know; of plain decoding that is nothing."""
+        if gains is None:
             return
         is_running = verdict.num_accepted >= 0
         expected = torch.einsum("gbl,b->gl", gains, is_running.to(gains.dtype)) * FIXED_POINT
@@ -285,6 +279,19 @@ class Union(Drafter):
         """
         self._tables.keep()
         return self._tables.agreed.sum(0).tolist()
+
+
+def _told(verdict: Verdict, gains: torch.Tensor | None) -> list[float]:
+    """The same numbers as `Union._tell` leaves, without a tensor."""
+    if gains is None:
+        return []
+    accepted = verdict.num_accepted.tolist()
+    running = [count >= 0 for count in accepted]
+    numbers = [float(sum(running)), 1.0 + max(accepted)]
+    for of_part in gains.tolist():
+        kept = [values for values, is_running in zip(of_part, running, strict=True) if is_running]
+        numbers += [FIXED_POINT * sum(column) for column in zip(*kept, strict=True)]
+    return numbers
 
 
 def _check(members: Sequence[Drafter]) -> None:
