@@ -8,6 +8,7 @@ import pytest
 from specdec.bench.chat_table import chat_table
 from specdec.bench.drafter_table import drafter_table
 from specdec.bench.lookups import lookup_table
+from specdec.bench.unions import union_table
 from specdec.bench.tree_budgets import BUDGETS, DRAFTERS, tree_table
 from specdec.bundled.load import TINY_FOLDER
 from specdec.common.provenance import read_records
@@ -75,6 +76,12 @@ def test_suffix_accepts_more_than_prompt_lookup():
     ratios = {category: tau[category, "suffix"] / tau[category, "prompt_lookup"] for category, _ in tau}
     assert min(ratios[category] for category in ("editing", "quotation", "code")) > 1
     assert min(ratios.values()) >= 0.95, ratios
+
+
+@pytest.mark.parametrize("model", ["smollm2", "tiny"])
+def test_what_unions_are_worth_is_what_the_records_say(model):
+    page = (ROOT / "docs/drafters/union.md").read_text(encoding="utf-8")
+    assert union_table(ROOT / "bench/results/cpu/unions" / model) in page
 
 
 EVALUATIONS = sorted(path.parent for path in (ROOT / "bench/results/cpu/evaluation").glob("*/records.jsonl"))
