@@ -8,8 +8,8 @@ import pytest
 from specdec.bench.chat_table import chat_table
 from specdec.bench.drafter_table import drafter_table
 from specdec.bench.lookups import lookup_table
-from specdec.bench.unions import union_table
 from specdec.bench.tree_budgets import BUDGETS, DRAFTERS, tree_table
+from specdec.bench.unions import union_table
 from specdec.bundled.load import TINY_FOLDER
 from specdec.common.provenance import read_records
 from specdec.evaluation.records import read_results

@@ -64,6 +64,7 @@ class Choices:
         costs: of a step; None where nothing was measured: all drafters then propose in every step.
         most_emitted: tokens that a step emits per row at most.
         ways: plain decoding first.
+        sizes: numbers of nodes that trees are weighed at.
     """
 
     names: tuple[str, ...]
@@ -71,6 +72,7 @@ class Choices:
     costs: WayCosts | None
     most_emitted: int
     ways: tuple[Way, ...] = field(init=False)
+    sizes: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         everyone = (1 << len(self.names)) - 1
@@ -84,11 +86,7 @@ class Choices:
             parts = (group, *(part for part in groups if part & group == part and part != group))
             ways += [Way(group, size, parts) for size in sizes]
         object.__setattr__(self, "ways", tuple(ways))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of nodes that trees are weighed at."""
-        return ladder(self.budget)
+        object.__setattr__(self, "sizes", ladder(self.budget))
 
     @property
     def num_parts(self) -> int:
