@@ -12,7 +12,7 @@ from specdec.drafters.weightless.none import NoDrafter
 from specdec.evaluation import run
 from specdec.evaluation.figures import figures, num_finished
 from specdec.evaluation.prompts import Question, conversation_prompt
-from specdec.evaluation.records import PLAIN, Key, read_results
+from specdec.evaluation.records import PLAIN, Key, RecordFiles, read_results
 from specdec.evaluation.run import Plan, evaluate
 from specdec.models.target.target import Target
 
@@ -129,6 +129,14 @@ def test_a_run_that_was_killed_goes_on_to_the_same_results(whole, num_answers, t
     assert is_whole
     assert untimed(results) == untimed(whole)
     assert len(results.sessions) == 2
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"record": "ans'])
+def test_a_line_that_was_cut_off_is_dropped(cut, tmp_path):
+    whole = b'{"record": "evaluation"}\n{"record": "session"}\n'
+    (tmp_path / "records.jsonl").write_bytes(whole + cut)
+    RecordFiles(tmp_path).repair()
+    assert (tmp_path / "records.jsonl").read_bytes() == whole
 
 
 def test_batches_and_seeds_are_groups_of_one_category(target, drafters, tokenizer, tmp_path):
