@@ -51,8 +51,8 @@ def measured(
         ValueError: sizes that do not fit the target.
     """
     budget = union.shape.num_nodes
-    trees = tuple(one.shape for one in union.members)
-    key = union.names, trees, budget, batch_size, context, target.device, target.dtype, target.backend, target.fused
+    setting = target.device, target.dtype, target.backend, target.fused
+    key = tuple(map(_sizes, union.members)), budget, batch_size, context, setting
     known = _KNOWN.setdefault(target.model, {})
     if key in known:
         return union.with_costs(known[key])
@@ -74,6 +74,12 @@ def measured(
     known[key] = costs
     logger.info("union of %s: %s", ", ".join(union.names), costs)
     return union.with_costs(costs)
+
+
+def _sizes(drafter: Drafter) -> tuple[object, ...]:
+    """What the time of a draft depends on: its kind, its tree and how many weights it has."""
+    networks = [value for value in vars(drafter).values() if isinstance(value, nn.Module)]
+    return drafter.kind, drafter.shape, sum(one.numel() for network in networks for one in network.parameters())
 
 
 def _beside_ms(target: Target, drafter: Drafter, text: torch.Tensor) -> float:

@@ -202,6 +202,11 @@ def test_it_is_measured_once_per_model():
     assert first.costs.of(1, 4, 1) > 0
     assert measured(target, union, measure=measure).costs == first.costs
     assert len(calls) == count
+    # of the same kind and tree, with more weights
+    for kind in ("hydra", "hydra++"):
+        count = len(calls)
+        measured(target, Union([make_drafter(kind), make_drafter("suffix")]), measure=measure)
+        assert len(calls) > count
 
 
 def test_sampling_is_naive_whatever_the_members_could():
