@@ -62,7 +62,7 @@ class DraftTree:
         It asks the device how many nodes are left, and largest depth and verdicts stay as they are. A tree with laws is
         not cut: it fills its shape, which rules may have tables of.
         """
-        if self.num_fixed is None or self.laws is not None:
+        if self.num_fixed is None or self.laws is not None or self.num_fixed >= self.tokens.shape[1]:
             return self
         is_used = (self.parent >= 0).any(0).tolist()
         last_used = max((node for node, used in enumerate(is_used) if used), default=0)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specdec.drafting.base import Drafter, Room
+from specdec.drafting.planning import Planner
 from specdec.loop.state import DecodeState
 from specdec.models.common.cache import KVCache
 from specdec.models.target.target import Target
@@ -215,7 +216,9 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _is_ours(value: Any) -> bool:
-    return isinstance(value, Drafter) or type(value).__module__.startswith("specdec.")
+    """Whether it may hold tensors anywhere; what plans on the host has none, and changes with every step."""
+    is_own = isinstance(value, Drafter) or type(value).__module__.startswith("specdec.")
+    return is_own and not isinstance(value, Planner)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -130,9 +130,10 @@ class WayPlanner(Planner):
         sizes = {way.num_nodes for way in choices.ways} | {*choices.sizes}
         costs = choices.costs
         self._costs = {} if costs is None else {(g, n): costs.of(g, n, rows) for g in groups for n in sizes}
-        members = range(len(choices.names))
-        self._waits = [_FIRST_WAIT] * len(members)
-        self._most_waits = [self._most_wait(number) for number in members]
+        self._names = {
+            group: tuple(name for number, name in enumerate(choices.names) if group >> number & 1) for group in groups
+        }
+        self._waits = [_FIRST_WAIT] * len(choices.names)
         self._num_rows = batch_size
         self._idle = [0] * len(self.choices.names)  # steps since each drafter drafted
         self.begin()
@@ -164,8 +165,7 @@ class WayPlanner(Planner):
             wanted = best.group | sum(1 << number for number in due)
             groups = {way.group for way in self._allowed if way.group & wanted == wanted}
             best = self._best_of(min(groups, key=int.bit_count))
-        self._go(best)
-        return choices.ways.index(best)
+        return self._go(best)
 
     def cut(self, gains: Sequence[float]) -> int:
         """How many nodes of the tree that was just drafted to score; for steps that may be cut.
@@ -210,17 +210,19 @@ class WayPlanner(Planner):
         steps = tuple(self._steps[:count])
         return PlanReport(self.choices.names, steps, tuple(emitted[:count]), tuple(self._finish()))
 
-    def _go(self, way: Way) -> None:
-        """Count what the step does to the drafters."""
-        for number in range(len(self._idle)):
-            drafts = way.group >> number & 1
-            self._idle[number] = 0 if drafts else self._idle[number] + 1
+    def _go(self, way: Way) -> int:
+        """Count what the step does to the drafters; returns the way's number."""
+        for member in range(len(self._idle)):
+            drafts = way.group >> member & 1
+            self._idle[member] = 0 if drafts else self._idle[member] + 1
             # until the step is heard of it may have emitted this many
-            self._unread[number] = (0 if drafts else self._unread[number]) + self.choices.most_emitted
-        self._pending.append((self.choices.ways.index(way), None))
+            self._unread[member] = (0 if drafts else self._unread[member]) + self.choices.most_emitted
+        number = self.choices.ways.index(way)
+        self._pending.append((number, None))
         self._step += 1
         if self._clock is not None:
             self._began = self._clock()
+        return number
 
     def _is_due(self, number: int) -> bool:
         is_full = self._unread[number] + self.choices.most_emitted > self._backlog
@@ -255,13 +257,17 @@ class WayPlanner(Planner):
         known = self._corrections
         return known[group] if group in known else sum(known.values()) / len(known) if known else 1.0
 
+    def _time(self, group: int, num_nodes: int) -> float:
+        """Milliseconds of a step, as corrected; 0 where nothing was measured."""
+        return self._correction(group) * self._costs.get((group, num_nodes), 0.0)
+
     def _judge(self, way: Way) -> None:
         """Ask drafters again sooner that turned out to be worth it, and later those that did not."""
         best = max(self._allowed, key=lambda one: (self._rate(one), -one.num_nodes))
         for number in [one for one in self._asked if way.group >> one & 1]:
             self._asked.discard(number)
             is_worth_it = best.group >> number & 1
-            longer = min(2 * self._waits[number], self._most_waits[number])
+            longer = min(2 * self._waits[number], self._most_wait(number))
             self._waits[number] = _FIRST_WAIT if is_worth_it else longer
 
     def _rate(self, way: Way) -> float:
@@ -269,15 +275,14 @@ class WayPlanner(Planner):
         rows = self._num_rows
         if not self._costs:
             return float(way.num_nodes)  # the largest tree
-        correction = self._correction(way.group)
         if not way.group:
-            return rows / (correction * self._costs[PLAIN, 1])
+            return rows / self._time(PLAIN, 1)
         gain = self._gains.get((way.group, way.num_nodes))
         if gain is None:
             return 0.0  # the first step tells something about every set
         # where trees are cut in the step, what was scored is known, and not how large the tree might have been
         spent = self._spent[way.group] if self._may_ask else self._costs[way.group, way.num_nodes]
-        return (rows + gain) / (correction * spent)
+        return (rows + gain) / (self._correction(way.group) * spent)
 
     def _best_size(self, group: int, gains: Sequence[float]) -> int:
         """The size of the ladder, or the root alone, that is worth most; `gains` by size."""
@@ -297,14 +302,11 @@ class WayPlanner(Planner):
         """Steps after which a drafter is asked again in any case: the fewer, the less that costs."""
         if not self._costs:
             return _MOST_WAIT
-        plain = self._costs[PLAIN, 1]
-        extra = self._costs[1 << number, 1] - plain
+        plain = self._time(PLAIN, 1)
+        extra = self._time(1 << number, 1) - plain
         return max(_FIRST_WAIT, min(_MOST_WAIT, round(extra / (_SHARE * plain))))
 
     def _note(self, way: Way, num_nodes: int, expected: float) -> None:
-        cost, plain = (
-            self._correction(group) * self._costs.get((group, size), 0.0)
-            for group, size in ((way.group, num_nodes), (PLAIN, 1))
-        )
-        members = tuple(name for number, name in enumerate(self.choices.names) if way.group >> number & 1)
-        self._steps.append(PlannedStep(members, num_nodes, self._num_rows, self._num_rows + expected, cost, plain))
+        predicted = self._num_rows + expected
+        costs = self._time(way.group, num_nodes), self._time(PLAIN, 1)
+        self._steps.append(PlannedStep(self._names[way.group], num_nodes, self._num_rows, predicted, *costs))
