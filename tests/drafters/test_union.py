@@ -17,6 +17,7 @@ from specdec.drafting.draft_tree import DraftTree
 from specdec.evaluation.replay import RecordedTarget, RecordedText, Recording
 from specdec.kernels.common.verdict import Verdict
 from specdec.loop.decoder import Decoder
+from specdec.loop.memory import Places
 from specdec.loop.rules import Naive, Rejection
 from specdec.models.target.target import Target, TargetOutput
 from specdec.tuning.auto import split_names
@@ -182,9 +183,19 @@ def test_steps_that_are_timed_correct_the_table():
         way = choices.ways[planner.choose()]
         if way.group:
             planner.cut([0.0] * len(choices.sizes))
-        planner.observe([1, 1, *[0] * len(choices.sizes)])
+        planner.observe([1, 1, 0, *[0] * len(choices.sizes)])
     steps = planner.report([1] * 40).steps
     assert steps[-1].plain_ms == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_decoder_looks_for_tensors_once_whatever_is_planned(monkeypatch):
+    decoder = Decoder(build_target(), Union([make_drafter("medusa")], costs=WayCosts({1: 1.0, 8: 2.0}, {1: 0.5})))
+    for _ in range(2):
+        decoder.decode([PROMPTS[0]], 20)
+    looks = []
+    monkeypatch.setattr(Places, "_look", looks.append)
+    decoder.decode([PROMPTS[0]], 20)
+    assert not looks
 
 
 def test_it_is_measured_once_per_model():

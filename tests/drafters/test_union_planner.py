@@ -70,7 +70,8 @@ def simulate(choices, texts, *, lag, noise, seed=0, planner=None, finish=list):
         emitted = 1 + gain_of(text, way.group, way.num_nodes)
         tokens += emitted
         spent += choices.costs.of(way.group, way.num_nodes, 1)
-        numbers = [1, max(1, min(DEPTH, round(emitted)))]
+        accepted = int(emitted - 1 + draw.random())  # a whole number, right on average
+        numbers = [1, 1 + min(DEPTH - 1, accepted), accepted]
         numbers += [round(gain * FIXED_POINT) for gains in told for gain in gains]
         waiting.append(numbers)
         if len(waiting) > lag:
@@ -141,6 +142,44 @@ def test_a_cheap_drafter_is_asked_again_soon():
     _, _, taken = simulate(choices, ["nothing accepted"] * 300, lag=0, noise=0.0)
     drafted = [step for step, way in enumerate(taken) if way.group & LOOKUP]
     assert max(later - one for one, later in pairwise(drafted)) <= 5
+
+
+def promise(planner, *, gain, came, steps):
+    """Steps whose drafters promise `gain` draft tokens with every size, and get `came`; the ways that were taken."""
+    taken = []
+    for _ in range(steps):
+        way = planner.choices.ways[planner.choose()]
+        taken.append(way)
+        told = [gain * FIXED_POINT * (size > 1) for _ in way.parts for size in planner.choices.sizes]
+        planner.observe([1, 1 + came if way.group else 1, came if way.group else 0, *told])
+    return taken
+
+
+def test_drafters_that_promise_more_than_comes_are_left_for_plain_decoding():
+    choices = choices_of("7B, one row", drafts=dict.fromkeys(DRAFTS, 1.0))
+    planner = planner_of(choices)
+    taken = promise(planner, gain=1.0, came=0, steps=100)
+    assert taken[5].num_nodes > 1  # it was believed
+    assert sum(way.num_nodes > 1 for way in taken[40:]) <= 6  # of each set now and then one
+    predicted = [step.predicted for step in planner.report([1] * 100).steps if step.num_nodes > 1]
+    assert predicted[0] == 2.0
+    assert predicted[-1] < 1.4
+    # and believed again where it comes
+    assert sum(way.num_nodes > 1 for way in promise(planner, gain=3.0, came=3, steps=40)) >= 30
+
+
+def test_steps_of_any_drafters_tell_how_fast_plain_decoding_would_be_now():
+    clock = [0.0]
+    choices = choices_of("7B, one row")
+    planner = WayPlanner(choices, 1, backlog=BACKLOG, may_ask=False, clock=lambda: clock[0])
+    for factor in (1.0, 3.0):  # the machine has become slower
+        for _ in range(60):
+            way = choices.ways[planner.choose()]
+            assert way.group  # never plain decoding
+            clock[0] += 1e-3 * factor * choices.costs.of(way.group, way.num_nodes, 1)
+            planner.observe([1, 4, 3, *[3 * FIXED_POINT] * (len(way.parts) * len(choices.sizes))])
+        plain_ms = planner.report([4] * 200).steps[-1].plain_ms
+        assert plain_ms == pytest.approx(factor * choices.costs.of(0, 1, 1), rel=0.25)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

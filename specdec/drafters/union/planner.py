@@ -2,10 +2,11 @@
 
 After every step the device tells how many tokens each set of the drafters that had proposed was expected to get with
 each number of nodes, by calibrated reach (`reach.py`). The planner keeps a running mean of these and divides it by what
-such a step costs. A drafter that is left out tells nothing, so it is asked again: the longer it was not worth it, the
-more rarely, but never so rarely that it could not come back, and the more often the less it costs. Where steps end
-before the next one begins, they are timed, and the table of costs is corrected by what they took. Nothing else here
-looks at a clock or at the device, so that it can be simulated.
+such a step costs. Drafters are right together and wrong together, so that reach promises too much of some sets and too
+little of others: it is held against the tokens that came. A drafter that is left out tells nothing, so it is asked
+again: the longer it was not worth it, the more rarely, but never so rarely that it could not come back, and the more
+often the less it costs. Where steps end before the next one begins, they are timed, and the table of costs is corrected
+by what they took. Nothing else here looks at a clock or at the device, so that it can be simulated.
 """
 
 from collections import deque
@@ -15,10 +16,13 @@ from dataclasses import dataclass, field
 from specdec.drafters.union.costs import WayCosts
 from specdec.drafting.planning import PlannedStep, Planner, PlanReport
 
-__all__ = ["FIXED_POINT", "PLAIN", "Choices", "Way", "WayPlanner", "ladder"]
+__all__ = ["FIXED_POINT", "NUM_COUNTS", "PLAIN", "Choices", "Way", "WayPlanner", "ladder"]
 
 FIXED_POINT = 1024
 """Expected tokens come from the device as integers, multiples of 1 / FIXED_POINT."""
+
+NUM_COUNTS = 3
+"""Numbers of a step before its gains: rows that run, the most tokens that one emits, draft tokens that all accept."""
 
 PLAIN = 0
 """The set of no drafters, and the number of the way that is plain decoding."""
@@ -29,6 +33,10 @@ SIZES = (1, 4, 12, 32, 64, 128, 256)
 _LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 _SMOOTHING = 0.2  # weight of the newest step in a running mean
 _MOST_MOVED = 1.5  # by which a single step may differ from what steps took before
+_SLOWEST = 0.05  # weight of the newest step in what sets of drafters take, one beside the other
+_FORGET = 0.97  # of what was expected and what came, with every step
+_SURE = 4.0  # draft tokens that count as if they had come as expected
+_ALL = -1  # all sets of drafters together
 _FIRST_WAIT = 4  # steps before a drafter that was left out is asked again
 _MOST_WAIT = 64
 _SHARE = 0.01  # of the time of plain decoding that asking again may take, per drafter
@@ -119,7 +127,9 @@ class WayPlanner(Planner):
         self._backlog = backlog
         self._clock = clock
         self._began = 0.0
-        self._corrections: dict[int, float] = {}  # of the table of costs, by set
+        self._pace = 1.0  # of all steps, over the table of costs
+        self._corrections: dict[int, tuple[float, int]] = {}  # of each set over that, and of how many steps
+        self._came: dict[int, tuple[float, float]] = {}  # draft tokens that were expected of a set, and that came
         self._may_ask = may_ask
         largest = [way for way in choices.ways if way.group == PLAIN or way.num_nodes == choices.budget]
         self._allowed = largest if may_ask else list(choices.ways)
@@ -180,7 +190,7 @@ class WayPlanner(Planner):
         return size
 
     def observe(self, numbers: Sequence[float]) -> None:
-        """As `Planner`: running rows, the most tokens of a row, and per part of the way the gains by size.
+        """As `Planner`: `NUM_COUNTS` counts, then per part of the way the gains by size.
 
         Of plain decoding, which tells nothing, any numbers.
         """
@@ -195,14 +205,15 @@ class WayPlanner(Planner):
             self._unread[member] += longest - self.choices.most_emitted
         expected = 0.0
         for place, part in enumerate(way.parts):
-            begin = 2 + place * len(sizes)
+            begin = NUM_COUNTS + place * len(sizes)
             gains = [value / FIXED_POINT for value in numbers[begin : begin + len(sizes)]]
             self._learn(part, gains)
             if place == 0:
                 expected = gains[sizes.index(cut_to or way.num_nodes)]
+        self._note(way, cut_to or way.num_nodes, expected * self._share_that_came(way.group))
         if way.group:
+            self._compare(way.group, expected, numbers[2])
             self._judge(way)
-        self._note(way, cut_to or way.num_nodes, expected)
 
     def report(self, emitted: Sequence[int]) -> PlanReport | None:
         """As `Planner`."""
@@ -245,17 +256,37 @@ class WayPlanner(Planner):
             before = self._gains.get((part, size), gain)
             self._gains[part, size] = before + weight * (gain - before)
 
+    def _compare(self, group: int, expected: float, came: float) -> None:
+        """Hold the draft tokens that were expected of a set of drafters against those that came."""
+        of_all = self._ratio(_ALL)
+        for one, number in ((group, of_all * expected), (_ALL, expected)):
+            before = self._came.get(one, (0.0, 0.0))
+            self._came[one] = _FORGET * before[0] + number, _FORGET * before[1] + came
+
+    def _ratio(self, group: int) -> float:
+        """Draft tokens that came for each that was expected, of late."""
+        expected, came = self._came.get(group, (0.0, 0.0))
+        return (came + _SURE) / (expected + _SURE)
+
+    def _share_that_came(self, group: int) -> float:
+        """What to expect for each draft token that reach promises: that of all sets tells about each of them."""
+        return self._ratio(_ALL) * self._ratio(group)
+
     def _correct(self, group: int, num_nodes: int, took_ms: float) -> None:
-        """Correct the costs of a set of drafters by what a step took; one that was disturbed moves them a little."""
-        before = self._corrections.get(group, 1.0)
-        ratio = took_ms / self._costs[group, num_nodes]
-        ratio = min(max(ratio, before / _MOST_MOVED), before * _MOST_MOVED)
-        self._corrections[group] = before + _SMOOTHING * (ratio - before)
+        """Correct the costs by what a step took; one that was disturbed moves them a little.
+
+        Texts grow and machines slow down for all sets of drafters, so that a step of one tells about the others.
+        """
+        excess = took_ms / self._time(group, num_nodes)
+        excess = min(max(excess, 1 / _MOST_MOVED), _MOST_MOVED)
+        own, count = self._corrections.get(group, (1.0, 0))
+        moved = 1 + max(1 / (count + 1), _SLOWEST) * (excess - 1)
+        self._corrections[group] = own * moved, count + 1
+        self._pace *= 1 + _SMOOTHING * (excess / moved - 1)
 
     def _correction(self, group: int) -> float:
-        """Of sets that were not timed yet that of the others."""
-        known = self._corrections
-        return known[group] if group in known else sum(known.values()) / len(known) if known else 1.0
+        """What a step of a set takes over what it was measured to take."""
+        return self._pace * self._corrections.get(group, (1.0, 0))[0]
 
     def _time(self, group: int, num_nodes: int) -> float:
         """Milliseconds of a step, as corrected; 0 where nothing was measured."""
@@ -282,14 +313,15 @@ class WayPlanner(Planner):
             return 0.0  # the first step tells something about every set
         # where trees are cut in the step, what was scored is known, and not how large the tree might have been
         spent = self._spent[way.group] if self._may_ask else self._costs[way.group, way.num_nodes]
-        return (rows + gain) / (self._correction(way.group) * spent)
+        return (rows + gain * self._share_that_came(way.group)) / (self._correction(way.group) * spent)
 
     def _best_size(self, group: int, gains: Sequence[float]) -> int:
         """The size of the ladder, or the root alone, that is worth most; `gains` by size."""
         sizes, rows, costs = self.choices.sizes, self._num_rows, self._costs
         if not costs:
             return sizes[-1]
-        rates = [(rows + gain) / costs[group, size] for size, gain in zip(sizes, gains, strict=True)]
+        share = self._share_that_came(group)
+        rates = [(rows + gain * share) / costs[group, size] for size, gain in zip(sizes, gains, strict=True)]
         return sizes[rates.index(max(rates))]  # of equal ones the smallest
 
     def _best_of(self, group: int) -> Way:

@@ -17,7 +17,7 @@ import torch
 
 from specdec.drafters.union.costs import WayCosts
 from specdec.drafters.union.deferred import Deferred
-from specdec.drafters.union.planner import FIXED_POINT, Choices, WayPlanner
+from specdec.drafters.union.planner import FIXED_POINT, NUM_COUNTS, Choices, WayPlanner
 from specdec.drafters.union.reach import Evidence, Pool, ReachTables
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Best, Choose
@@ -185,7 +185,7 @@ class Union(Drafter):
             backend=self._backend,
         )
         self._nothing = torch.zeros(self.choices.num_parts, room.batch_size, len(self.choices.sizes), device=device)
-        num_numbers = 2 + self.choices.num_parts * len(self.choices.sizes)
+        num_numbers = NUM_COUNTS + self.choices.num_parts * len(self.choices.sizes)
         self._forecast = torch.zeros(num_numbers, dtype=torch.int32, device=device)
         self._deferred = Deferred(len(self.members)) if room.may_ask else None
         self._root: torch.Tensor | None = None
@@ -266,10 +266,11 @@ class Union(Drafter):
         """Leave on the device what the planner is to know; of plain decoding that is nothing."""
         if gains is None:
             return
-        is_running = verdict.num_accepted >= 0
+        accepted = verdict.num_accepted
+        is_running = accepted >= 0
         expected = torch.einsum("gbl,b->gl", gains, is_running.to(gains.dtype)) * FIXED_POINT
-        first = torch.stack((is_running.sum(), verdict.num_accepted.amax() + 1))
-        self._forecast[: 2 + expected.numel()].copy_(torch.cat((first, expected.flatten())))
+        counts = torch.stack((is_running.sum(), accepted.amax() + 1, accepted.clamp(min=0).sum()))
+        self._forecast[: NUM_COUNTS + expected.numel()].copy_(torch.cat((counts, expected.flatten())))
 
     def finish(self) -> list[int]:
         """End a generation whose text was wanted: leave what was found to later ones.
@@ -287,7 +288,7 @@ def _told(verdict: Verdict, gains: torch.Tensor | None) -> list[float]:
         return []
     accepted = verdict.num_accepted.tolist()
     running = [count >= 0 for count in accepted]
-    numbers = [float(sum(running)), 1.0 + max(accepted)]
+    numbers = [float(sum(running)), 1.0 + max(accepted), float(sum(count for count in accepted if count > 0))]
     for of_part in gains.tolist():
         kept = [values for values, is_running in zip(of_part, running, strict=True) if is_running]
         numbers += [FIXED_POINT * sum(column) for column in zip(*kept, strict=True)]
