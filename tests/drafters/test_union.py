@@ -192,8 +192,8 @@ def test_a_decoder_looks_for_tensors_once_whatever_is_planned(monkeypatch):
     decoder = Decoder(build_target(), Union([make_drafter("medusa")], costs=WayCosts({1: 1.0, 8: 2.0}, {1: 0.5})))
     for _ in range(2):
         decoder.decode([PROMPTS[0]], 20)
-    looks = []
-    monkeypatch.setattr(Places, "_look", looks.append)
+    looks, look = [], Places._look
+    monkeypatch.setattr(Places, "_look", lambda places: looks.append(look(places)))
     decoder.decode([PROMPTS[0]], 20)
     assert not looks
 
