@@ -168,10 +168,26 @@ def test_drafters_that_promise_more_than_comes_are_left_for_plain_decoding():
     assert sum(way.num_nodes > 1 for way in promise(planner, gain=3.0, came=3, steps=40)) >= 30
 
 
+def timed(choices, clock):
+    """A planner that reads `clock[0]`, in seconds."""
+    return WayPlanner(choices, 1, backlog=BACKLOG, may_ask=False, clock=lambda: clock[0])
+
+
+def test_plain_decoding_is_timed_again_and_chosen_where_it_is_faster_than_it_was_measured():
+    clock, choices = [0.0], choices_of("7B, one row")
+    planner, taken = timed(choices, clock), []
+    for _ in range(200):
+        way = choices.ways[planner.choose()]
+        taken.append(way)
+        clock[0] += 1e-3 * choices.costs.of(way.group, way.num_nodes, 1) * (1.0 if way.group else 0.5)
+        planner.observe([1, 1, 0.5, *[0.5 * FIXED_POINT] * (len(way.parts) * len(choices.sizes))])
+    assert all(way.group for way in taken[:40])  # by the table it is behind
+    assert sum(not way.group for way in taken[-60:]) > 50
+
+
 def test_steps_of_any_drafters_tell_how_fast_plain_decoding_would_be_now():
-    clock = [0.0]
-    choices = choices_of("7B, one row")
-    planner = WayPlanner(choices, 1, backlog=BACKLOG, may_ask=False, clock=lambda: clock[0])
+    clock, choices = [0.0], choices_of("7B, one row")
+    planner = timed(choices, clock)
     for factor in (1.0, 3.0):  # the machine has become slower
         for _ in range(60):
             way = choices.ways[planner.choose()]

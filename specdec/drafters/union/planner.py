@@ -6,7 +6,8 @@ such a step costs. Drafters are right together and wrong together, so that reach
 little of others: it is held against the tokens that came. A drafter that is left out tells nothing, so it is asked
 again: the longer it was not worth it, the more rarely, but never so rarely that it could not come back, and the more
 often the less it costs. Where steps end before the next one begins, they are timed, and the table of costs is corrected
-by what they took. Nothing else here looks at a clock or at the device, so that it can be simulated.
+by what they took; so that it stays right of plain decoding, that is done now and then, too. Nothing else here looks at
+a clock or at the device, so that it can be simulated.
 """
 
 from collections import deque
@@ -34,12 +35,13 @@ _LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 _SMOOTHING = 0.2  # weight of the newest step in a running mean
 _MOST_MOVED = 1.5  # by which a single step may differ from what steps took before
 _SLOWEST = 0.05  # weight of the newest step in what sets of drafters take, one beside the other
+_LONG_AGO = 1000  # steps: of a set that was never timed
 _FORGET = 0.97  # of what was expected and what came, with every step
 _SURE = 4.0  # draft tokens that count as if they had come as expected
 _ALL = -1  # all sets of drafters together
 _FIRST_WAIT = 4  # steps before a drafter that was left out is asked again
 _MOST_WAIT = 64
-_SHARE = 0.01  # of the time of plain decoding that asking again may take, per drafter
+_SHARE = 0.01  # of the time of plain decoding that asking again may take, per drafter, and timing it again
 
 
 def ladder(budget: int) -> tuple[int, ...]:
@@ -128,7 +130,9 @@ class WayPlanner(Planner):
         self._clock = clock
         self._began = 0.0
         self._pace = 1.0  # of all steps, over the table of costs
-        self._corrections: dict[int, tuple[float, int]] = {}  # of each set over that, and of how many steps
+        self._corrections: dict[int, float] = {}  # of each set over that
+        self._num_timed = 0  # steps
+        self._timed: dict[int, int] = {}  # by set, how many had been when it was timed last
         self._came: dict[int, tuple[float, float]] = {}  # draft tokens that were expected of a set, and that came
         self._may_ask = may_ask
         largest = [way for way in choices.ways if way.group == PLAIN or way.num_nodes == choices.budget]
@@ -175,6 +179,8 @@ class WayPlanner(Planner):
             wanted = best.group | sum(1 << number for number in due)
             groups = {way.group for way in self._allowed if way.group & wanted == wanted}
             best = self._best_of(min(groups, key=int.bit_count))
+        elif self._is_plain_due(best):
+            best = choices.ways[PLAIN]
         return self._go(best)
 
     def cut(self, gains: Sequence[float]) -> int:
@@ -239,6 +245,13 @@ class WayPlanner(Planner):
         is_full = self._unread[number] + self.choices.most_emitted > self._backlog
         return is_full or self._idle[number] >= self._waits[number]
 
+    def _is_plain_due(self, best: Way) -> bool:
+        """Whether plain decoding is to be timed again: the less it is behind, the more often."""
+        if self._clock is None or not self._costs or not best.group:
+            return False
+        behind = self._rate(best) / self._rate(self.choices.ways[PLAIN]) - 1
+        return self._num_timed - self._timed.get(PLAIN, 0) >= max(_FIRST_WAIT, behind / _SHARE)
+
     def _learn(self, part: int, gains: Sequence[float]) -> None:
         """Take what one step told about a set of drafters into the running means."""
         since = self._step - self._seen.get(part, self._step - 1)
@@ -279,14 +292,16 @@ class WayPlanner(Planner):
         """
         excess = took_ms / self._time(group, num_nodes)
         excess = min(max(excess, 1 / _MOST_MOVED), _MOST_MOVED)
-        own, count = self._corrections.get(group, (1.0, 0))
-        moved = 1 + max(1 / (count + 1), _SLOWEST) * (excess - 1)
-        self._corrections[group] = own * moved, count + 1
+        self._num_timed += 1
+        since = self._num_timed - self._timed.get(group, -_LONG_AGO)
+        moved = 1 + (1 - (1 - _SLOWEST) ** since) * (excess - 1)
+        self._corrections[group] = moved * self._corrections.get(group, 1.0)
+        self._timed[group] = self._num_timed
         self._pace *= 1 + _SMOOTHING * (excess / moved - 1)
 
     def _correction(self, group: int) -> float:
         """What a step of a set takes over what it was measured to take."""
-        return self._pace * self._corrections.get(group, (1.0, 0))[0]
+        return self._pace * self._corrections.get(group, 1.0)
 
     def _time(self, group: int, num_nodes: int) -> float:
         """Milliseconds of a step, as corrected; 0 where nothing was measured."""
