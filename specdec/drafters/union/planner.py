@@ -35,7 +35,7 @@ _LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 _SMOOTHING = 0.2  # weight of the newest step in a running mean
 _MOST_MOVED = 1.5  # by which a single step may differ from what steps took before
 _SLOWEST = 0.05  # weight of the newest step in what sets of drafters take, one beside the other
-_LONG_AGO = 1000  # steps: of a set that was never timed
+_LONG_AGO = 1000  # steps: of what was never seen
 _FORGET = 0.97  # of what was expected and what came, with every step
 _SURE = 4.0  # draft tokens that count as if they had come as expected
 _ALL = -1  # all sets of drafters together
@@ -131,14 +131,14 @@ class WayPlanner(Planner):
         self._began = 0.0
         self._pace = 1.0  # of all steps, over the table of costs
         self._corrections: dict[int, float] = {}  # of each set over that
-        self._num_timed = 0  # steps
-        self._timed: dict[int, int] = {}  # by set, how many had been when it was timed last
+        self._timed: dict[int, int] = {}  # by set, the step that was timed last
         self._came: dict[int, tuple[float, float]] = {}  # draft tokens that were expected of a set, and that came
         self._may_ask = may_ask
         largest = [way for way in choices.ways if way.group == PLAIN or way.num_nodes == choices.budget]
         self._allowed = largest if may_ask else list(choices.ways)
         self._gains: dict[tuple[int, int], float] = {}  # draft tokens expected, by set and size
         self._spent: dict[int, float] = {}  # where trees are cut in the step: its expected time, by set
+        self._step = 0  # of all generations
         self._seen: dict[int, int] = {}  # by set, the step that last told something about it
         groups, rows = {way.group for way in choices.ways}, batch_size
         sizes = {way.num_nodes for way in choices.ways} | {*choices.sizes}
@@ -159,7 +159,6 @@ class WayPlanner(Planner):
             finish: called at its end; gives per drafter the accepted tokens that it had proposed.
         """
         self._finish = finish
-        self._step = 0
         self._waits = [max(_FIRST_WAIT, wait // 2) for wait in self._waits]
         self._unread = [0] * len(self.choices.names)  # tokens that may wait for each
         self._pending: deque[tuple[int, int | None]] = deque()  # way and size of steps not heard of yet
@@ -250,12 +249,12 @@ class WayPlanner(Planner):
         if self._clock is None or not self._costs or not best.group:
             return False
         behind = self._rate(best) / self._rate(self.choices.ways[PLAIN]) - 1
-        return self._num_timed - self._timed.get(PLAIN, 0) >= max(_FIRST_WAIT, behind / _SHARE)
+        return self._step - self._timed.get(PLAIN, 0) >= max(_FIRST_WAIT, behind / _SHARE)
 
     def _learn(self, part: int, gains: Sequence[float]) -> None:
         """Take what one step told about a set of drafters into the running means."""
-        since = self._step - self._seen.get(part, self._step - 1)
-        weight = 1.0 if part not in self._seen else 1 - (1 - _SMOOTHING) ** max(since, 1)
+        since = max(self._step - self._seen.get(part, -_LONG_AGO), 1)
+        weight = 1 - (1 - _SMOOTHING) ** since
         self._seen[part] = self._step
         if self._may_ask and self._costs:
             size = self._best_size(part, gains)
@@ -292,11 +291,10 @@ class WayPlanner(Planner):
         """
         excess = took_ms / self._time(group, num_nodes)
         excess = min(max(excess, 1 / _MOST_MOVED), _MOST_MOVED)
-        self._num_timed += 1
-        since = self._num_timed - self._timed.get(group, -_LONG_AGO)
+        since = self._step - self._timed.get(group, -_LONG_AGO)
         moved = 1 + (1 - (1 - _SLOWEST) ** since) * (excess - 1)
         self._corrections[group] = moved * self._corrections.get(group, 1.0)
-        self._timed[group] = self._num_timed
+        self._timed[group] = self._step
         self._pace *= 1 + _SMOOTHING * (excess / moved - 1)
 
     def _correction(self, group: int) -> float:
