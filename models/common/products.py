@@ -1,14 +1,16 @@
 """Products of few rows with a weight on a CPU, with the factors in the order that takes less time.
 
 Equation:   y = x W^T + u, computed so or as (W x^T)^T + u
-Source:     MKL's product with the weight transposed takes its time per row, up to some 16 rows; with the rows
-            transposed it takes the same for 2 as for 16 (docs/log.md, 2026-11-22, has the figures)
+Source:     which of the two is faster, by up to a factor of three, depends on the processor, the sizes, the number of rows
+            and where the weights lie (docs/log.md, 2026-11-22 and 2026-11-23), so that both are tried when they are needed
 Shapes:     x [.., K], W [N, K], u [N]; y [.., N]
-Numerics:   the order of sums differs from `F.linear`, as it does between numbers of rows there
+Numerics:   the order of sums differs from `F.linear`, as it does between numbers of rows there, and the first products of a
+            size may differ from later ones; never where `torch.use_deterministic_algorithms` asks for the same bits
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +20,54 @@ from specdec.models.common.packing import SameForward, is_free
 
 __all__ = ["few_rows_linear", "with_few_rows"]
 
-MANY_ROWS = 12
-"""From here on the rows are transposed, whatever the weight."""
+MOST_ROWS = 32
+"""Beyond, the order makes no great difference, and too many numbers of rows would be tried."""
 
-SOME_ROWS = 6
-"""From here on they are, with a weight that no core's cache holds."""
-
-CACHED_BYTES = 2 * 2**20
-"""Bytes of a weight that a core's cache still holds."""
+_TRIES = 6  # of each order, in turns; the first ones, which prepare something, do not count
+_WORTH_IT = 0.95  # of the usual order's time
 
 
 def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear`; arguments as there."""
+    """`F.linear`; arguments as there. The first products of a size find out which order is the faster one."""
     num_rows = x.numel() // x.shape[-1]
-    if num_rows < (MANY_ROWS if weight.nbytes <= CACHED_BYTES else SOME_ROWS) or not _is_suited(x, weight):
+    is_free_to_try = not torch.are_deterministic_algorithms_enabled()
+    if not 1 < num_rows <= MOST_ROWS or not is_free_to_try or not _is_suited(x, weight):
         return F.linear(x, weight, bias)
-    product = torch.mm(weight, x.reshape(num_rows, -1).t()).t().contiguous()
+    key = *weight.shape, num_rows, torch.get_num_threads()
+    order = _ORDERS.get(key)
+    if order is None:
+        order = _ORDERS[key] = _Order()
+    return order.product(x, weight, bias)
+
+
+class _Order:
+    """The order for products of one size: both in turns, timed, and then the one that took less time."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []  # of the usual order and the other one, in turns
+        self._is_transposed: bool | None = None
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._is_transposed is not None:
+            return _transposed(x, weight, bias) if self._is_transposed else F.linear(x, weight, bias)
+        product = _transposed if len(self._seconds) % 2 else F.linear
+        begin = perf_counter()
+        result = product(x, weight, bias)
+        self._note(perf_counter() - begin)
+        return result
+
+    def _note(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        if len(self._seconds) == 2 * _TRIES:
+            self._is_transposed = min(self._seconds[3::2]) < _WORTH_IT * min(self._seconds[2::2])
+
+
+_ORDERS: dict[tuple[int, ...], _Order] = {}
+"""By outputs, inputs, rows and threads; of this process."""
+
+
+def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous()
     product = product if bias is None else product.add_(bias)
     return product.view(*x.shape[:-1], -1)
 
