@@ -1,11 +1,12 @@
 """Products of few rows with a weight on a CPU, with the factors in the order that takes less time.
 
 Equation:   y = x W^T + u, computed so or as (W x^T)^T + u
-Source:     which of the two is faster, by up to a factor of three, depends on the processor, the sizes, the number of rows
-            and where the weights lie (docs/log.md, 2026-11-22 and 2026-11-23), so that both are tried when they are needed
+Source:     which of the two is faster, by up to a factor of three, depends on the processor, the sizes, the number of
+            rows and where the weights lie (docs/log.md, 2026-11-22 and 2026-11-23), so that both are tried
 Shapes:     x [.., K], W [N, K], u [N]; y [.., N]
-Numerics:   the order of sums differs from `F.linear`, as it does between numbers of rows there, and the first products of a
-            size may differ from later ones; never where `torch.use_deterministic_algorithms` asks for the same bits
+Numerics:   the order of sums differs from `F.linear`, as it does between numbers of rows there, and the first products
+            of a size may differ from later ones; where `torch.use_deterministic_algorithms` asks for the same bits, it
+            is `F.linear`
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ __all__ = ["few_rows_linear", "with_few_rows"]
 MOST_ROWS = 32
 """Beyond, the order makes no great difference, and too many numbers of rows would be tried."""
 
+_FILLED_UP = (1, 3)  # numbers of rows that a row is added to
 _TRIES = 6  # of each order, in turns; the first ones, which prepare something, do not count
 _WORTH_IT = 0.95  # of the usual order's time
 
@@ -31,7 +33,7 @@ def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     """`F.linear`; arguments as there. The first products of a size find out which order is the faster one."""
     num_rows = x.numel() // x.shape[-1]
     is_free_to_try = not torch.are_deterministic_algorithms_enabled()
-    if not 1 < num_rows <= MOST_ROWS or not is_free_to_try or not _is_suited(x, weight):
+    if not 1 <= num_rows <= MOST_ROWS or not is_free_to_try or not _is_suited(x, weight):
         return F.linear(x, weight, bias)
     key = *weight.shape, num_rows, torch.get_num_threads()
     order = _ORDERS.get(key)
@@ -67,7 +69,10 @@ _ORDERS: dict[tuple[int, ...], _Order] = {}
 
 
 def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous()
+    rows = x.reshape(-1, x.shape[-1])
+    # so filled up, products take up to a third less time; a single row would be taken for a vector, as `F.linear` does
+    rows = torch.cat((rows, rows[:1])) if len(rows) in _FILLED_UP else rows
+    product = torch.mm(weight, rows.t()).t()[: x.numel() // x.shape[-1]].contiguous()
     product = product if bias is None else product.add_(bias)
     return product.view(*x.shape[:-1], -1)
 

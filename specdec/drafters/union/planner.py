@@ -31,7 +31,7 @@ PLAIN = 0
 SIZES = (1, 4, 12, 32, 64, 128, 256)
 """Nodes of trees of which each is captured by itself; and the budget. With the root alone drafters are only asked."""
 
-_LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+_LADDER = (*range(1, 13), 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 _SMOOTHING = 0.2  # weight of the newest step in a running mean
 _MOST_MOVED = 1.5  # by which a single step may differ from what steps took before
 _SLOWEST = 0.05  # weight of the newest step in what sets of drafters take, one beside the other

@@ -48,7 +48,7 @@ def takes(monkeypatch):
     return times
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (11,), (1, 12), (2, 9), (3, 4, 10), (1, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3,), (1, 5), (11,), (1, 12), (2, 9), (3, 4, 10), (1, 0)], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_other", [False, True])
 def test_products_are_those_of_linear(shape, has_bias, is_other, are_tried, generator, monkeypatch):
@@ -99,11 +99,16 @@ def test_every_size_has_an_order_of_its_own(transposed, takes, monkeypatch):
     assert transposed == [(5, 4)]
 
 
-def test_one_row_and_many_are_multiplied_as_ever(transposed):
-    for rows in (1, products.MOST_ROWS + 1):
-        for _ in range(TRIALS + 1):
-            few_rows_linear(torch.ones(rows, 2), torch.ones(4, 2))
+@needs_mkl
+def test_one_and_three_rows_are_filled_up_and_many_are_multiplied_as_ever(transposed):
+    for _ in range(TRIALS + 1):
+        few_rows_linear(torch.ones(products.MOST_ROWS + 1, 2), torch.ones(4, 2))
     assert not transposed
+    for rows, filled in ((1, 2), (2, 2), (3, 4), (5, 5)):
+        transposed.clear()
+        for _ in range(TRIALS):
+            assert few_rows_linear(torch.ones(rows, 2), torch.ones(4, 2)).shape == (rows, 4)
+        assert transposed == [(filled, 4)] * products._TRIES
 
 
 @pytest.mark.parametrize("odd", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
@@ -138,7 +143,7 @@ def test_a_hooked_target_has_them_until_the_block_ends(transposed, generator, mo
             for _ in range(TRIALS):
                 transposed.clear()
                 logits = target.prefill(prompt[None], lengths, target.new_cache(1, 20)).logits
-            assert len(transposed) == 7 * target.num_layers
+            assert sum(rows == 20 for rows, _ in transposed) == 7 * target.num_layers
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # fp32, through all layers
             if error:
                 raise error
