@@ -60,7 +60,7 @@ class _Order:
 
     def _note(self, seconds: float) -> None:
         self._seconds.append(seconds)
-        if len(self._seconds) == 2 * _TRIES:
+        if len(self._seconds) >= 2 * _TRIES:
             self._is_transposed = min(self._seconds[3::2]) < _WORTH_IT * min(self._seconds[2::2])
 
 
