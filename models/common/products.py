@@ -5,11 +5,11 @@ Source:     which of the two is faster, by up to a factor of three, depends on t
             rows and where the weights lie (docs/log.md, 2026-11-22 and 2026-11-23), so that both are tried
 Shapes:     x [.., K], W [N, K], u [N]; y [.., N]
 Numerics:   the order of sums differs from `F.linear`, as it does between numbers of rows there, and the first products
-            of a size may differ from later ones; where `torch.use_deterministic_algorithms` asks for the same bits, it
-            is `F.linear`
+            of a size may differ from later ones; where `torch.use_deterministic_algorithms` asks for the same bits, and
+            where processes decode together, it is `F.linear`
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -32,8 +32,7 @@ _WORTH_IT = 0.95  # of the usual order's time
 def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear`; arguments as there. The first products of a size find out which order is the faster one."""
     num_rows = x.numel() // x.shape[-1]
-    is_free_to_try = not torch.are_deterministic_algorithms_enabled()
-    if not 1 <= num_rows <= MOST_ROWS or not is_free_to_try or not _is_suited(x, weight):
+    if not 1 <= num_rows <= MOST_ROWS or not _is_suited(x, weight) or not _may_round_otherwise():
         return F.linear(x, weight, bias)
     key = *weight.shape, num_rows, torch.get_num_threads()
     order = _ORDERS.get(key)
@@ -47,21 +46,19 @@ class _Order:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []  # of the usual order and the other one, in turns
-        self._is_transposed: bool | None = None
+        self._chosen: Callable[..., torch.Tensor] | None = None
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._is_transposed is not None:
-            return _transposed(x, weight, bias) if self._is_transposed else F.linear(x, weight, bias)
+        if self._chosen is not None:
+            return self._chosen(x, weight, bias)
         product = _transposed if len(self._seconds) % 2 else F.linear
         begin = perf_counter()
         result = product(x, weight, bias)
-        self._note(perf_counter() - begin)
-        return result
-
-    def _note(self, seconds: float) -> None:
-        self._seconds.append(seconds)
+        self._seconds.append(perf_counter() - begin)
         if len(self._seconds) >= 2 * _TRIES:
-            self._is_transposed = min(self._seconds[3::2]) < _WORTH_IT * min(self._seconds[2::2])
+            is_worth_it = min(self._seconds[3::2]) < _WORTH_IT * min(self._seconds[2::2])
+            self._chosen = _transposed if is_worth_it else F.linear
+        return result
 
 
 _ORDERS: dict[tuple[int, ...], _Order] = {}
@@ -71,10 +68,16 @@ _ORDERS: dict[tuple[int, ...], _Order] = {}
 def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     # so filled up, products take up to a third less time; a single row would be taken for a vector, as `F.linear` does
-    rows = torch.cat((rows, rows[:1])) if len(rows) in _FILLED_UP else rows
-    product = torch.mm(weight, rows.t()).t()[: x.numel() // x.shape[-1]].contiguous()
+    filled = torch.cat((rows, rows[:1])) if len(rows) in _FILLED_UP else rows
+    product = torch.mm(weight, filled.t()).t()[: len(rows)].contiguous()
     product = product if bias is None else product.add_(bias)
     return product.view(*x.shape[:-1], -1)
+
+
+def _may_round_otherwise() -> bool:
+    """Whether nobody asks for the same bits, and no other process must come to the same ones."""
+    is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return is_alone and not torch.are_deterministic_algorithms_enabled()
 
 
 def _is_suited(x: torch.Tensor, weight: torch.Tensor) -> bool:

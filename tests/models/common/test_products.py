@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import specdec
 from lib.families import build_model, random_prompts
 from specdec.models.common import products
 from specdec.models.common.products import few_rows_linear, with_few_rows
@@ -125,6 +126,27 @@ def test_nothing_is_tried_where_the_same_bits_are_asked_for(transposed):
     for _ in range(TRIALS + 1):
         few_rows_linear(torch.ones(5, 2), torch.ones(4, 2))
     assert not transposed
+
+
+@needs_mkl
+def test_nothing_is_tried_where_processes_decode_together(transposed, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for _ in range(TRIALS + 1):
+        few_rows_linear(torch.ones(5, 2), torch.ones(4, 2))
+    assert not transposed
+
+
+@needs_mkl
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "draft_model"])
+def test_greedy_text_is_that_of_transformers_while_orders_are_tried(kind, transposed):
+    model, tokenizer = specdec.load_model("tiny")
+    ids = tokenizer("Once upon a time there was a little girl", return_tensors="pt").input_ids
+    expected = model.generate(ids, do_sample=False, max_new_tokens=60)
+    transposed.clear()
+    assert torch.equal(
+        specdec.generate(model, specdec.load_drafter(f"tiny/{kind}", model), ids, max_new_tokens=60), expected
+    )
+    assert transposed
 
 
 @needs_mkl
