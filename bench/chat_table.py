@@ -23,7 +23,7 @@ from specdec.bench.claims.cells import DrafterCells, as_record, counts_of, setup
 from specdec.bench.claims.runs import SHORT_RUNS
 from specdec.bench.common.journal import ended
 from specdec.bench.common.tables import table
-from specdec.commands.options import load_target
+from specdec.commands.common.options import load_target
 from specdec.common.provenance import read_records
 from specdec.drafting.base import Drafter
 from specdec.evaluation.checking import Divergence, first_divergence

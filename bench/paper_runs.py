@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from specdec.bench.claims.runs import SHORT_RUNS, ShortRun
-from specdec.commands.options import load_target
+from specdec.commands.common.options import load_target
 from specdec.models.target.target import Target
 from specdec.training.data import Texts
 from specdec.training.objectives.recipe import Run

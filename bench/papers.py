@@ -25,7 +25,7 @@ from specdec.bench.claims.cells import DrafterCells, as_record, counts_of, setup
 from specdec.bench.claims.page import Measured, judge, page
 from specdec.bench.claims.table import CLAIMS, Claim
 from specdec.bundled.load import TINY_FOLDER
-from specdec.commands.options import load_target
+from specdec.commands.common.options import load_target
 from specdec.common.files import replace_file
 from specdec.evaluation.prompts import first_turns, read_questions
 from specdec.evaluation.selection import evenly

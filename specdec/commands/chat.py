@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from specdec.commands.acceptance import add_acceptance, add_sampling, sampling_of
-from specdec.commands.options import (
+from specdec.commands.common.acceptance import add_acceptance, add_sampling, sampling_of
+from specdec.commands.common.options import (
     add_chat_template,
     add_decoding,
     chat_template_of,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
     from specdec.drafting.base import Drafter
     from specdec.models.target.target import Target
 
@@ -109,7 +109,7 @@ class Chat:
         Raises:
             ValueError: a bad setting, or a conversation that the chat template refuses.
         """
-        from specdec.commands.text import CompletionStream, chat_prompt, describe_run
+        from specdec.commands.common.text import CompletionStream, chat_prompt, describe_run
         from specdec.generation.generate import SpecDecodeOutput, generate
 
         messages = [*self.messages, {"role": "user", "content": text}]

@@ -3,14 +3,19 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from specdec.commands.options import add_chat_template, chat_template_of, check_positive, hide_progress_of_loading
+from specdec.commands.common.options import (
+    add_chat_template,
+    chat_template_of,
+    check_positive,
+    hide_progress_of_loading,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
     from specdec.training.data.left_out import Reading
     from specdec.training.data.samples import Sample
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.commands.options import bundled, check_positive, hide_progress_of_loading
+from specdec.commands.common.options import bundled, check_positive, hide_progress_of_loading
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
     from specdec.drafting.base import Drafter
     from specdec.evaluation.figures import ArmFigures
     from specdec.evaluation.prompts import Question
@@ -216,7 +216,7 @@ def _load(model: str, max_new_tokens: int, *, with_all: bool) -> _Stage:
 
 def _stream_all(stage: _Stage, console: "Console", *, is_marked: bool) -> None:
     """The answer to the first question by three drafters, one after the other."""
-    from specdec.commands.text import CompletionStream, describe_run
+    from specdec.commands.common.text import CompletionStream, describe_run
     from specdec.evaluation.prompts import conversation_prompt
     from specdec.generation.generate import SpecDecodeOutput, generate
 
@@ -247,7 +247,7 @@ def _legend(console: "Console", *, is_marked: bool) -> "Text":
     """How accepted draft tokens can be told from the target's own."""
     from rich.text import Text
 
-    from specdec.commands.text import ACCEPTED_STYLE
+    from specdec.commands.common.text import ACCEPTED_STYLE
 
     accepted = Text("accepted draft tokens", style=ACCEPTED_STYLE)
     if is_marked:

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.commands.options import add_target, bundled, chat_template_of, load_target
+from specdec.commands.common.options import add_target, bundled, chat_template_of, load_target
 
 if TYPE_CHECKING:
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
 
 __all__ = ["add_to"]
 

@@ -9,12 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.commands.options import add_place, as_tree_option, bundled, load_target
+from specdec.commands.common.options import add_place, as_tree_option, bundled, load_target
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
     from specdec.drafting.base import Drafter
     from specdec.evaluation.figures import ArmFigures
     from specdec.evaluation.prompts import QuestionSet

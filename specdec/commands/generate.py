@@ -5,8 +5,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from specdec.commands.acceptance import add_acceptance, add_sampling, sampling_of
-from specdec.commands.options import (
+from specdec.commands.common.acceptance import add_acceptance, add_sampling, sampling_of
+from specdec.commands.common.options import (
     add_chat_template,
     add_decoding,
     chat_template_of,
@@ -18,7 +18,7 @@ from specdec.commands.options import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
     from specdec.loop.stats import AcceptanceStats
 
 __all__ = ["add_to"]
@@ -41,7 +41,7 @@ def add_to(commands: "Commands") -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from specdec.commands.text import CompletionStream, chat_prompt, describe_run
+    from specdec.commands.common.text import CompletionStream, chat_prompt, describe_run
     from specdec.generation.generate import SpecDecodeOutput, generate
 
     check_positive(options, "max_new_tokens", "prefill_chunk_size")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
 
 __all__ = ["add_to"]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.commands.options import (
+from specdec.commands.common.options import (
     add_target,
     as_tree_option,
     chat_template_of,
@@ -17,7 +17,7 @@ from specdec.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
 
 __all__ = ["add_to", "check_can_train"]
 

@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.commands.options import add_place, load_target
+from specdec.commands.common.options import add_place, load_target
 from specdec.commands.train import check_can_train
 
 if TYPE_CHECKING:
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
 
 __all__ = ["add_to"]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.commands.options import (
+from specdec.commands.common.options import (
     add_chat_template,
     add_pair,
     chat_template_of,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from specdec.commands.options import Commands
+    from specdec.commands.common.options import Commands
     from specdec.models.target.target import Target
     from specdec.tuning.grown import OnProgress
 

@@ -21,7 +21,7 @@ from functools import partial
 
 from specdec.drafting.base import Drafter, Room
 from specdec.loop.follower import Follower
-from specdec.loop.graphs import CannotCaptureError, Engine, Recording
+from specdec.loop.graphs import CannotCaptureError, Graphs, Recording
 from specdec.loop.memory import tensors_of
 from specdec.loop.state import DecodeState
 from specdec.loop.step import Generation
@@ -98,12 +98,12 @@ class CapturedSteps:
     Per batch bucket there is one memory. A longer text gets a larger one in its place, a shorter one uses it as it is.
 
     Args:
-        engine: what records.
+        graphs: what records.
         max_positions: the target's context.
     """
 
-    def __init__(self, engine: Engine, max_positions: int) -> None:
-        self.engine = engine
+    def __init__(self, graphs: Graphs, max_positions: int) -> None:
+        self.graphs = graphs
         self.cannot_capture = False
         self._max_positions = max_positions
         self._memories: dict[int, Memory] = {}
@@ -160,7 +160,7 @@ class CapturedSteps:
             for way in range(memory.drafter.num_ways):
                 step = partial(generation.step, way)
                 _check_state_stays(memory.drafter, step)
-                recordings.append(self.engine.record(step))
+                recordings.append(self.graphs.record(step))
         except CannotCaptureError as error:
             _LOG.warning("the step of this model cannot be captured, so that it runs eagerly: %s", error)
             self.release()
@@ -177,7 +177,7 @@ class CapturedSteps:
             follower: of that generation, whose first message is the prompt's; its errors end the loop.
             max_steps: tokens that a row may emit after the prompt's.
         """
-        reader = self.engine.reader(LAG + 1, follower.message_size)
+        reader = self.graphs.reader(LAG + 1, follower.message_size)
         reader.push(follower.message())
         for sent in range(1, max_steps + 1):
             step.recordings[follower.way()].replay()

@@ -21,7 +21,7 @@ from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.scratch import Scratch
 from specdec.loop.captured import CapturedStep, CapturedSteps, Memory
 from specdec.loop.follower import Follower
-from specdec.loop.graphs import CudaGraphs, Engine
+from specdec.loop.graphs import CudaGraphs, Graphs
 from specdec.loop.memory import Description, MemoryPlan, Places
 from specdec.loop.processing import Processing
 from specdec.loop.rules import AcceptanceRule, Greedy
@@ -60,7 +60,7 @@ class Decoder:
         acceptance: the acceptance rule; greedy by default.
         backend: what runs the kernels; by default decided by the device. A `Target` has decided already.
         capture: on a GPU, capture a step and replay it wherever no code on the host has to see every step. False for
-            the eager loop in any case; another `Engine` in place of CUDA graphs is for tests.
+            the eager loop in any case; another `Graphs` in place of CUDA graphs is for tests.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the model is not supported, or the drafter does not fit it.
@@ -74,7 +74,7 @@ class Decoder:
         *,
         acceptance: AcceptanceRule | None = None,
         backend: Backend | None = None,
-        capture: bool | Engine = True,
+        capture: bool | Graphs = True,
     ) -> None:
         self.target = model if isinstance(model, Target) else Target(model, backend=backend)
         if backend not in (None, self.target.backend):

@@ -1,6 +1,6 @@
 """What records a step and replays it: CUDA graphs.
 
-Tests put an `Engine` in their place that records the operators of a step on a CPU, and replays them on the same memory.
+Tests put a `Graphs` in their place that records the operators of a step on a CPU, and replays them on the same memory.
 """
 
 import gc
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CannotCaptureError", "CudaGraphs", "Engine", "NoWaiting", "Reader", "Recording"]
+__all__ = ["CannotCaptureError", "CudaGraphs", "Graphs", "NoWaiting", "Reader", "Recording"]
 
 
 _CAPTURING = threading.RLock()
@@ -50,7 +50,7 @@ class Reader(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Graphs(Protocol):
     """What records steps."""
 
     def record(self, step: Callable[[], object]) -> Recording:
@@ -81,7 +81,7 @@ class CudaGraphs:
         self._places: dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}  # by size
 
     def record(self, step: Callable[[], object]) -> Recording:
-        """As `Engine`. Two eager steps on the stream of the capture come first.
+        """As `Graphs`. Two eager steps on the stream of the capture come first.
 
         The first compiles kernels and makes the libraries' handles and workspaces; the second must not synchronise:
         an error there leaves nothing behind, unlike one in the middle of a capture.
@@ -121,7 +121,7 @@ class CudaGraphs:
         return graph
 
     def reader(self, depth: int, size: int) -> Reader:
-        """As `Engine`."""
+        """As `Graphs`."""
         places = self._places.setdefault(size, [])
         while len(places) < depth:
             places.append((torch.empty(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))

@@ -19,7 +19,7 @@ from specdec.drafters.weightless.none import NoDrafter
 from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Best
 from specdec.loop.decoder import Decoder, without_autograd
-from specdec.loop.graphs import CannotCaptureError, CudaGraphs, Engine
+from specdec.loop.graphs import CannotCaptureError, CudaGraphs, Graphs
 from specdec.loop.memory import tensors_of
 from specdec.loop.rules import Naive
 from specdec.loop.step import StepReport
@@ -52,12 +52,12 @@ def measure_ms(function: Callable[[], object]) -> float:
     return min(times[2:])
 
 
-def replayed(engine: Engine, measure: Measure = measure_ms) -> Measure:
-    """`measure` on replays of a function that `engine` recorded, or on the function itself if it cannot be."""
+def replayed(graphs: Graphs, measure: Measure = measure_ms) -> Measure:
+    """`measure` on replays of a function that `graphs` recorded, or on the function itself if it cannot be."""
 
     def measure_replays(function: Callable[[], object]) -> float:
         try:
-            recording = engine.record(function)
+            recording = graphs.record(function)
         except CannotCaptureError:
             return measure(function)
         return measure(recording.replay)

@@ -12,7 +12,7 @@ import specdec
 from specdec.bundled.load import tiny_drafter
 from specdec.commands.chat import Chat, run_chat
 from specdec.commands.cli import main
-from specdec.commands.text import CompletionStream
+from specdec.commands.common.text import CompletionStream
 from specdec.drafters.weightless.prompt_lookup import PromptLookup
 from specdec.loop.rules import RULES, Naive, Rejection, Typical
 from specdec.models.target.target import Target

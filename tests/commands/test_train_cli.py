@@ -88,7 +88,7 @@ def test_errors_are_one_line(arguments, message, data, tmp_path, capsys):
 
 
 def test_settings_are_json_or_text():
-    from specdec.commands.options import read_settings
+    from specdec.commands.common.options import read_settings
 
     texts = ["tap_layers=[0, 2, 4]", "recurrent=false", "variant=medusa", "model=a=b"]
     settings = {"tap_layers": (0, 2, 4), "recurrent": False, "variant": "medusa", "model": "a=b"}

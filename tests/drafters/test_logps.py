@@ -286,4 +286,4 @@ def test_asking_does_not_need_the_host(kind, monkeypatch):
     target = Target(build_target(), backend="triton")
     decoder = Decoder(target, make_drafter(kind), acceptance=Asking(), capture=GuardedEngine())
     assert decoder.warmup(batch_size=2, max_length=40, num_stop_tokens=1)
-    assert decoder.captured.engine.num_checked > 20
+    assert decoder.captured.graphs.num_checked > 20

@@ -72,7 +72,7 @@ class Guard(TorchDispatchMode):
 
 
 class GuardedEngine:
-    """An `Engine` that replays nothing: it runs a step under the guard.
+    """A `Graphs` that replays nothing: it runs a step under the guard.
 
     Args:
         opaque: see each of this package's ops as one operator; otherwise what launchers do is checked too.

@@ -130,7 +130,7 @@ class _Reader:
 
 
 class Recorder:
-    """An `Engine` for a CPU."""
+    """A `Graphs` for a CPU."""
 
     def __init__(self):
         self.num_recorded = 0

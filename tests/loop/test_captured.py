@@ -45,7 +45,7 @@ def test_replaying_a_recorded_step_gives_the_text_of_the_eager_loop(kind, sampli
     for max_new_tokens in (14, 9):  # one recording serves both
         prompts = some_prompts(generator, lengths)
         same(*(decoder.decode(prompts, max_new_tokens, **settings) for decoder in (replayed, eager)))
-    assert replayed.captured.engine.num_recorded == eager.drafter.num_ways
+    assert replayed.captured.graphs.num_recorded == eager.drafter.num_ways
 
 
 @pytest.mark.parametrize("drafter", ["hydra++", "eagle", "eagle3", "parallelspec_medusa", "falcon"])
@@ -72,7 +72,7 @@ def test_surplus_replays_change_nothing_that_is_reported(kind, generator, monkey
     ends = state.cache.data.clone()
     with torch.inference_mode():
         for _ in range(6):
-            decoder.captured.engine.recordings[0].replay()
+            decoder.captured.graphs.recordings[0].replay()
     assert state.tokens(5) == result.tokens
     assert state.counts(5) == (result.stats.num_emitted, result.stats.deepest, result.stats.num_target_passes)
     assert state.cache.lengths.tolist() == lengths
@@ -96,13 +96,13 @@ def test_the_host_stops_soon_after_the_last_row(generator, monkeypatch):
     _, decoder = two_decoders("none", None, monkeypatch)
     prompts = some_prompts(generator, [5])
     text = decoder.decode(prompts, 40).tokens[0]
-    assert decoder.captured.engine.num_replays == 39
+    assert decoder.captured.graphs.num_replays == 39
     for stop in set(text):
-        decoder.captured.engine.num_replays = 0
+        decoder.captured.graphs.num_replays = 0
         result = decoder.decode(prompts, 40, stop_tokens=[stop])
         num_steps = text.index(stop)
         assert result.stats.num_target_passes == num_steps
-        assert decoder.captured.engine.num_replays <= min(num_steps + max(LAG, 1) + 1, 39)
+        assert decoder.captured.graphs.num_replays <= min(num_steps + max(LAG, 1) + 1, 39)
 
 
 def test_sizes_are_rounded_up_to_buckets():
@@ -117,17 +117,17 @@ def test_sizes_are_rounded_up_to_buckets():
 
 def test_recordings_are_shared_by_what_fits_and_released_on_demand(generator, monkeypatch):
     _, decoder = two_decoders("medusa", None, monkeypatch)
-    engine = decoder.captured.engine
+    graphs = decoder.captured.graphs
     prompts = some_prompts(generator, [5, 3])
     assert decoder.warmup(batch_size=2, max_length=20)
     decoder.decode(prompts, 10)
     decoder.decode(prompts[:1] * 2, 4)
-    assert engine.num_recorded == 1
+    assert graphs.num_recorded == 1
     decoder.decode(prompts, 10, stop_tokens=[1])
     decoder.decode(prompts, 10, stop_tokens=[2])
-    assert engine.num_recorded == 2  # another number of stop tokens, not other ones
+    assert graphs.num_recorded == 2  # another number of stop tokens, not other ones
     decoder.decode(prompts[:1], 10)
-    assert engine.num_recorded == 3
+    assert graphs.num_recorded == 3
     assert sorted(memory.state.room.batch_size for memory in decoder.captured.memories()) == [1, 2]
     assert "captured: 2 for 2 x 64 tokens" in str(decoder.describe())
     for num_stop_tokens in range(20):
@@ -140,7 +140,7 @@ def test_recordings_are_shared_by_what_fits_and_released_on_demand(generator, mo
 
 def test_longer_texts_get_a_larger_memory_in_place_of_the_smaller(generator):
     decoder = Decoder(build_model("llama"), capture=GuardedEngine(), backend="reference")
-    decoder.captured.engine.record = lambda step: None
+    decoder.captured.graphs.record = lambda step: None
     decoder.captured._max_positions = 100
     decoder.warmup(max_length=90)
     decoder.captured._max_positions = 256
@@ -158,7 +158,7 @@ def test_code_on_the_host_gets_the_eager_loop(generator, monkeypatch):
     custom = Processing(config, do_sample=False, prompt_lengths=[5], max_new_tokens=6, width=5)
     assert not decoder.decode(prompts, 6, processing=custom).stats.captured
     assert not decoder.decode(prompts, 1).stats.captured
-    assert decoder.captured.engine.num_recorded == 0
+    assert decoder.captured.graphs.num_recorded == 0
     assert decoder.decode(prompts, 6).stats.captured
 
 
@@ -173,15 +173,15 @@ class _Refuses:
 
 
 def test_a_model_that_cannot_be_captured_runs_eagerly_with_one_line(generator, caplog):
-    engine = _Refuses(CannotCaptureError("called a synchronizing CUDA operation"))
-    decoder = Decoder(build_target(), make_drafter("medusa"), capture=engine)
+    graphs = _Refuses(CannotCaptureError("called a synchronizing CUDA operation"))
+    decoder = Decoder(build_target(), make_drafter("medusa"), capture=graphs)
     prompts = some_prompts(generator, [5, 2])
     with caplog.at_level(logging.INFO, logger="specdec"):
         results = [decoder.decode(prompts, 9) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == [
         "the step of this model cannot be captured, so that it runs eagerly: called a synchronizing CUDA operation"
     ]
-    assert engine.asked == 1
+    assert graphs.asked == 1
     assert not results[1].stats.captured
     assert results[1].tokens == Decoder(build_target()).decode(prompts, 9).tokens
     assert "steps run eagerly" in str(decoder.describe())
@@ -246,27 +246,27 @@ def test_nan_logits_in_a_replayed_step_are_an_error_that_names_the_step(are_writ
         factor = head.weight.data[3, 0]
     before = factor.clone()
     expected = decoder.decode(prompts, 12).tokens
-    engine = decoder.captured.engine
-    reader = engine.reader
+    graphs = decoder.captured.graphs
+    reader = graphs.reader
 
     def poisoned_from_step_4(depth, size):
         inner = reader(depth, size)
-        push, engine.num_replays = inner.push, 0
+        push, graphs.num_replays = inner.push, 0
 
         def poison(value):
             push(value)
-            if engine.num_replays == 3:
+            if graphs.num_replays == 3:
                 factor.fill_(float("nan"))
 
         inner.push = poison
         return inner
 
-    monkeypatch.setattr(engine, "reader", poisoned_from_step_4)
+    monkeypatch.setattr(graphs, "reader", poisoned_from_step_4)
     with pytest.raises(NonFiniteLogitsError, match="got NaN at step 4"):
         decoder.decode(prompts, 12)
     assert decoder.captured.memories() == [], "the memory holds NaN"
     factor.copy_(before)
-    monkeypatch.setattr(engine, "reader", reader)
+    monkeypatch.setattr(graphs, "reader", reader)
     assert decoder.decode(prompts, 12).tokens == expected
 
 
@@ -281,7 +281,7 @@ def test_what_moved_is_captured_anew(moved, generator, monkeypatch):
     weight.data = kept.clone()
     decoder.decode(prompts, 4)
     weight.data = kept
-    assert decoder.captured.engine.num_recorded == 2
+    assert decoder.captured.graphs.num_recorded == 2
 
 
 def test_the_cache_of_a_result_is_its_own(generator, monkeypatch):
@@ -298,7 +298,7 @@ def test_the_cache_of_a_result_is_its_own(generator, monkeypatch):
 def test_a_decoder_that_nobody_holds_gives_its_memory_back_at_once(monkeypatch):
     """Not when garbage is collected: that may be far off, and in the midst of another capture."""
     decoder = Decoder(build_model("llama"), capture=GuardedEngine(), backend="reference")
-    decoder.captured.engine.record = lambda step: None
+    decoder.captured.graphs.record = lambda step: None
     decoder.warmup(max_length=20)
     state = decoder.captured.memories()[0].state
     kept = weakref.ref(state.cache.data)
@@ -319,7 +319,7 @@ def test_a_single_token_takes_a_captured_step_that_is_there_and_captures_none(ge
     result = decoder.decode(prompts, 1)
     assert result.stats.captured
     assert len(result.tokens[0]) == 1
-    assert decoder.captured.engine.num_recorded == 1
+    assert decoder.captured.graphs.num_recorded == 1
 
 
 @pytest.mark.parametrize("kind", [*DRAFTERS])

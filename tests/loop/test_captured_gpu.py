@@ -33,7 +33,7 @@ def tiny(request):
 
 
 class EagerSteps(CudaGraphs):
-    """An `Engine` that runs the step itself in place of a graph: on the same memory, so with the same kernels."""
+    """A `Graphs` that runs the step itself in place of a graph: on the same memory, so with the same kernels."""
 
     def record(self, step):
         return Runs(step)
@@ -187,11 +187,11 @@ def test_the_plan_is_what_is_allocated(tiny):
 
 def test_a_step_that_synchronises_is_not_captured_and_leaves_no_harm():
     device = torch.device("cuda")
-    engine, value = CudaGraphs(device), torch.zeros(4, device=device)
+    graphs, value = CudaGraphs(device), torch.zeros(4, device=device)
     with pytest.raises(CannotCaptureError, match="synchroniz"):
-        engine.record(lambda: value.add_(value.sum().item() + 1))
+        graphs.record(lambda: value.add_(value.sum().item() + 1))
     value.zero_()
-    recording = engine.record(lambda: value.add_(1))
+    recording = graphs.record(lambda: value.add_(1))
     value.zero_()
     for _ in range(3):
         recording.replay()

@@ -44,7 +44,7 @@ def test_a_thousand_settings_share_one_recording(generator, monkeypatch):
             expected = eager.decode(prompts, 5, seed=3, processing=warped(prompts, eager, **settings)).tokens[0]
             assert replayed.decode(prompts, 5, seed=3, processing=processing).tokens[0] == expected, settings
             texts.add(tuple(expected))
-    assert replayed.captured.engine.num_recorded == 1
+    assert replayed.captured.graphs.num_recorded == 1
     assert len(texts) > 5, "the settings did nothing"
 
 
@@ -54,4 +54,4 @@ def test_only_calls_that_set_nothing_have_another_recording(generator, monkeypat
     nothing = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     for settings, num_recorded in ((nothing, 1), ({}, 2), (nothing | {"top_k": 3}, 2), (nothing, 2)):
         decoder.decode(prompts, 4, seed=1, processing=warped(prompts, decoder, **settings))
-        assert decoder.captured.engine.num_recorded == num_recorded
+        assert decoder.captured.graphs.num_recorded == num_recorded

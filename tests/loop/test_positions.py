@@ -51,7 +51,7 @@ def test_a_seed_gives_the_text_of_plain_decoding(kind, rule, monkeypatch):
         result = decode(eager, seed)
         assert result.tokens == plain_text(name)
         same(decode(replayed, seed), result)
-    assert replayed.captured.engine.num_recorded == eager.drafter.num_ways
+    assert replayed.captured.graphs.num_recorded == eager.drafter.num_ways
 
 
 def test_the_comparison_is_of_texts_that_steps_emit_in_pieces():

@@ -176,13 +176,13 @@ def test_a_recording_that_fails_half_way_leaves_the_eager_loop_and_one_line(capl
                 raise CannotCaptureError("recording failed half way")
             return func(*args, **(kwargs or {}))
 
-    class Engine(Recorder):
+    class Graphs(Recorder):
         def record(self, step):
             with Breaks():
                 step()
 
     target, drafter = a_target(), a_drafter("eagle")
-    decoder = Decoder(target, drafter, capture=Engine())
+    decoder = Decoder(target, drafter, capture=Graphs())
     with caplog.at_level(logging.WARNING, logger="specdec"):
         assert decoded(decoder) == decoded(decoder) == eager(target, drafter)
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["recording failed half way"]

@@ -36,7 +36,7 @@ def processing(**settings):
 def check(target, drafter, rule="greedy", *, opaque=True, **settings):
     decoder = Decoder(target, drafter, acceptance=BY_NAME[rule], capture=GuardedEngine(opaque=opaque))
     assert decoder.warmup(batch_size=2, max_length=40, num_stop_tokens=1, processing=processing(**settings))
-    assert decoder.captured.engine.num_checked > 20
+    assert decoder.captured.graphs.num_checked > 20
 
 
 @pytest.mark.parametrize(("kind", "rule"), CASES, ids=["-".join(case) for case in CASES])

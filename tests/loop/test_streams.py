@@ -85,17 +85,17 @@ def same(result, expected):
 def test_pieces_and_results_are_those_of_the_eager_loop(kind, sampling, lengths, generator, monkeypatch):
     eager, replayed = two_decoders(kind, monkeypatch, sampling=sampling)
     prompts = [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in lengths]
-    engine = replayed.captured.engine
+    graphs = replayed.captured.graphs
     for limits in ([99, 99, 99], [6, 99, 3], [1, 2, 99], [2, 5, 9], [1, 1, 1]):
-        limits, engine.num_replays = limits[: len(lengths)], 0
+        limits, graphs.num_replays = limits[: len(lengths)], 0
         (expected, told), (result, pieces) = (run(one, prompts, limits, seed=5) for one in (eager, replayed))
         same(result, expected)
         if kind == "union, sized":  # whose steps are others
             continue
         assert pieces[: len(told)] == told
-        assert engine.num_replays <= result.stats.num_target_passes + LAG
+        assert graphs.num_replays <= result.stats.num_target_passes + LAG
         assert len(pieces) == len(told) == 1 + result.stats.num_target_passes
-    assert engine.num_recorded == eager.drafter.num_ways
+    assert graphs.num_recorded == eager.drafter.num_ways
 
 
 def test_what_follows_a_cut_row_is_the_same_as_without_it(generator, monkeypatch):
@@ -140,7 +140,7 @@ def test_an_error_in_the_callers_code_leaves_everything_as_it_was(call, error, g
     assert (model.config._attn_implementation, [len(module._forward_hooks) for module in model.modules()]) == before
     result, pieces = run(decoder, prompts, [99, 99])
     assert (result.tokens, pieces) == (expected.tokens, told)
-    assert decoder.captured.engine.num_recorded == 1
+    assert decoder.captured.graphs.num_recorded == 1
 
 
 def test_nan_is_an_error_that_names_the_step_and_frees_the_memory(generator, monkeypatch):

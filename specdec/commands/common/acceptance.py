@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from specdec.commands.options import given
+from specdec.commands.common.options import given
 
 if TYPE_CHECKING:
     from specdec.loop.rules import AcceptanceRule
