@@ -19,6 +19,7 @@ def emit_step(
     progress_: torch.Tensor,
     step_: torch.Tensor,
     steps_: torch.Tensor,
+    nan_rows_: torch.Tensor | None = None,
 ) -> None:
     """Append what a step emitted, end the rows that have finished, and note what the step did.
 
@@ -32,6 +33,8 @@ def emit_step(
     is_nan = [nan and budget > 0 for nan, budget in zip(has_nan.any(1).tolist(), budgets, strict=True)]
     if any(is_nan) and first_nan < 0:
         first_nan = step
+    if nan_rows_ is not None:
+        nan_rows_ |= nan_rows_.new_tensor(is_nan)
     for row, (count, tokens) in enumerate(zip(counts, emitted.tolist(), strict=True)):
         if count > 0:
             output_[row, places[row] : places[row] + count] = emitted[row, :count]
