@@ -4,7 +4,7 @@ Equation:   with n = num_accepted[b] + 1, o = num_output[b] and s = step, everyt
             output[b, o + j] = emitted[b, j]  for j < n;   root[b] = emitted[b, n - 1]  if n > 0
             num_output[b] += n;   lengths[b] += n
             budget[b] = 0  if root[b] is a stop token,  else budget[b] - n
-            first_nan = s  if it is negative and some row with budget has a NaN
+            first_nan = s  if it is negative and some row with budget has a NaN;   nan_rows[b] |= this row is one
             steps[s, 0, b] = n;  steps[s, 1, b] = deepest[b];   step = s + is_running;   is_running = any(budget)
 Source:     none; it is what the decoding loop keeps from step to step
 Reference:  kernels/reference/emit_step.py (int-exact)
@@ -24,6 +24,7 @@ Shapes:     B requests, P nodes of the longest path, M places that logits were c
             progress_     [2]        int32: is_running, first_nan (-1: none)
             step_         []         int64, the number of the step; it stands still when all requests have finished
             steps_        [T, 2, B]  int32
+            nan_rows_     [B]        int32, 1 from the first NaN of a running request on
 Cost:       reads and writes some 12 * B * (P + 4) + B * M bytes; bound by latency: one launch, one program
 Edges:      a finished request changes nothing but its place in steps_; after the last place of steps_ nothing is noted
 Numerics:   integers only, exact
@@ -93,6 +94,7 @@ def _emit_step_kernel(
     progress_ptr,  # [2]
     step_ptr,  # []
     steps_ptr,  # [T, 2, B]
+    nan_rows_ptr,  # [B] or None
     stride_eb,
     stride_db,
     stride_nb,
@@ -122,7 +124,8 @@ def _emit_step_kernel(
         root = tl.load(root_ptr + b, mask=mask_b, other=0)
         budget = tl.load(budget_ptr + b, mask=mask_b, other=0)
         nan = _any_nan(has_nan_ptr, b, mask_b, stride_nb, M, BLOCK_B, BLOCK_M)
-        is_nan = tl.maximum(is_nan, tl.max(tl.where(budget > 0, nan, 0), 0))
+        nan = tl.where(budget > 0, nan, 0)
+        is_nan = tl.maximum(is_nan, tl.max(nan, 0))
         root = _emitted_tokens(emitted_ptr, output_ptr, root, count, num_output, b, stride_eb, stride_ob, P, BLOCK_P)
         budget -= count
         if stop_tokens_ptr is not None:
@@ -138,6 +141,8 @@ def _emit_step_kernel(
             length = tl.load(lengths_ptr + b, mask=mask_b, other=0)
             tl.debug_barrier()
             tl.store(lengths_ptr + b, length + count, mask=mask_b)
+        if nan_rows_ptr is not None:
+            tl.store(nan_rows_ptr + b, tl.full(b.shape, 1, tl.int32), mask=mask_b & (nan > 0))
         noted_ptr = steps_ptr + step * stride_st + b
         tl.store(noted_ptr, count, mask=mask_b & (step < T))
         deepest = tl.load(deepest_ptr + b * stride_db, mask=mask_b, other=0)
@@ -172,6 +177,7 @@ def emit_step(
     progress_: torch.Tensor,
     step_: torch.Tensor,
     steps_: torch.Tensor,
+    nan_rows_: torch.Tensor | None = None,
     *,
     backend: Backend | None = None,
 ) -> None:
@@ -191,6 +197,7 @@ def emit_step(
         progress_: [2] int32: 1 while any row may emit, else 0; the first step with a NaN, -1 if there is none.
         step_: [] int64, the number of this step, counted on if any row was running.
         steps_: [T, 2, B] int32: of each step, tokens emitted and `deepest` of every row.
+        nan_rows_: [B] int32, set to 1 for rows with a NaN that had not finished; None: not noted.
         backend: "triton" or "reference"; None decides by device.
 
     Raises:
@@ -198,7 +205,7 @@ def emit_step(
         ValueError: shapes that do not fit, tensors on several devices.
     """
     given = num_accepted, emitted, deepest, has_nan, stop_tokens
-    changed = output_, num_output_, root_, budget_, lengths_, progress_, step_, steps_
+    changed = output_, num_output_, root_, budget_, lengths_, progress_, step_, steps_, nan_rows_
     tensors: tuple[Any, ...] = (*given, *changed)
     _check(*tensors)
     batch = num_accepted.shape[0]
@@ -230,6 +237,7 @@ def _check(
     progress: torch.Tensor,
     step: torch.Tensor,
     steps: torch.Tensor,
+    nan_rows: torch.Tensor | None,
 ) -> None:
     """Check the arguments of `emit_step`."""
     check_tensor("num_accepted", num_accepted, shape=(None,), dtype=torch.int32)
@@ -249,6 +257,7 @@ def _check(
         "lengths_": (lengths, (batch,)),
         "progress_": (progress, (2,)),
         "steps_": (steps, (None, 2, batch)),
+        "nan_rows_": (nan_rows, (batch,)),
     }
     for name, (tensor, shape) in integers.items():
         if tensor is not None:

@@ -277,7 +277,8 @@ def _emit_step(tree: TreeSize, rows: int) -> Launch:
     verdict, stops = (_int32(rows), _int32(rows, tree.max_depth + 1)), _int32(2)
     changed = _int32(rows, _CAPACITY), *(_int32(rows) for _ in range(4)), _int32(2)
     step = torch.empty((), dtype=torch.int64, device="meta")
-    return _launch(emit_step, *verdict, _int32(1), has_nan, stops, *changed, step, _int32(_CAPACITY, 2, rows))
+    noted = step, _int32(_CAPACITY, 2, rows), _int32(rows)
+    return _launch(emit_step, *verdict, _int32(1), has_nan, stops, *changed, *noted)
 
 
 def _accept_naive(model: ModelShape, tree: TreeSize) -> Launch:

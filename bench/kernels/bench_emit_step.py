@@ -40,6 +40,7 @@ def make_inputs(shape: StepShape, generator: torch.Generator) -> Call:
             int32([1, -1]),
             torch.zeros((), dtype=torch.int64, device=device),
             torch.zeros(_MOST_CALLS, 2, batch, dtype=torch.int32, device=device),
+            int32([0] * batch),
         )
     )
 
@@ -58,10 +59,13 @@ def chain_of_ops(
     progress_: torch.Tensor,
     step_: torch.Tensor,
     steps_: torch.Tensor,
+    nan_rows_: torch.Tensor,
 ) -> None:
     """The eager way without a host synchronisation; a step past the last place would fail."""
     count = num_accepted + 1
-    is_nan = (has_nan.any(1) & (budget_ > 0)).any()
+    has_failed = has_nan.any(1) & (budget_ > 0)
+    nan_rows_.bitwise_or_(has_failed)
+    is_nan = has_failed.any()
     progress_[1].copy_(torch.where(is_nan & (progress_[1] < 0), step_, progress_[1]))
     places = num_output_[:, None] + torch.arange(emitted.shape[1], device=emitted.device)
     output_.scatter_(1, places, emitted)

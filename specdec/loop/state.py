@@ -45,6 +45,7 @@ class DecodeState:
         steps: [max_new_tokens + 1, 2, B] int32, of each step in which any row was running, the prompt first: tokens
             that each row emitted, and the depth of the deepest node that was proposed. Steps are counted by
             `uniforms.step`.
+        nan_rows: [B] int32, 1 for rows that had a NaN among their logits while they ran.
     """
 
     room: Room
@@ -60,6 +61,7 @@ class DecodeState:
     num_output: torch.Tensor
     progress: torch.Tensor
     steps: torch.Tensor
+    nan_rows: torch.Tensor
 
     @classmethod
     def new(cls, target: Target, room: Room, *, num_nodes: int, max_depth: int, device: torch.device) -> "DecodeState":
@@ -100,6 +102,7 @@ class DecodeState:
             progress=full(2, value=-1),
             # the prompt's token is a step too; the last place is for surplus ones
             steps=full(room.max_new_tokens + 1, 2, rows, value=0),
+            nan_rows=full(rows, value=0),
         )
 
     def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor, settings: torch.Tensor) -> None:
@@ -128,6 +131,7 @@ class DecodeState:
         self.progress[0].fill_(1)
         self.progress[1].fill_(-1)
         self.steps.zero_()
+        self.nan_rows.zero_()
 
     def emit(
         self, verdict: Verdict, deepest: torch.Tensor, has_nan: torch.Tensor, stops: torch.Tensor | None, *, grows: bool
@@ -155,6 +159,7 @@ class DecodeState:
             self.progress,
             self.uniforms.step,
             self.steps,
+            self.nan_rows,
             backend=self.cache.backend,
         )
 

@@ -9,7 +9,7 @@ from lib.tensors import DEVICE, int32
 from specdec.kernels.emit_step import _launch_config, emit_step
 
 BACKENDS = ["triton", "reference"]
-CHANGED = ("output_", "num_output_", "root_", "budget_", "lengths_", "progress_", "step_", "steps_")
+CHANGED = ("output_", "num_output_", "root_", "budget_", "lengths_", "progress_", "step_", "steps_", "nan_rows_")
 
 
 def bools(values):
@@ -34,6 +34,7 @@ def hand_written():
         "progress_": int32([1, -1]),
         "step_": torch.tensor(1, device=DEVICE),
         "steps_": torch.full((3, 2, 4), -7, dtype=torch.int32, device=DEVICE),
+        "nan_rows_": int32([0, 0, 0, 0]),
     }
 
 
@@ -53,6 +54,7 @@ def test_a_step_worked_out_by_hand(backend):
     assert args["num_output_"].tolist() == [3, 2, 4, 1]
     assert args["lengths_"].tolist() == [22, 31, 43, 50]
     assert args["progress_"].tolist() == [1, -1]  # the NaN was in a row that had finished
+    assert args["nan_rows_"].tolist() == [0, 0, 0, 0]
     assert args["step_"].item() == 2
     assert args["steps_"].tolist() == [[[-7] * 4] * 2, [[2, 1, 3, 0], [2, 1, 2, 2]], [[-7] * 4] * 2]
 
@@ -66,6 +68,7 @@ def test_the_first_step_with_a_nan_is_remembered(backend):
     emit_step(**args, backend=backend)
     assert args["progress_"].tolist()[1] == 1
     assert args["step_"].item() == 3
+    assert args["nan_rows_"].tolist() == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -121,6 +124,7 @@ def random_call(seed, batch, path_length, num_places, num_stops, *, running=0.7)
         "progress_": int32([int(is_running.any()), -1]),
         "step_": randint(0, 4).long(),
         "steps_": randint(0, 9, 4, 2, batch),
+        "nan_rows_": randint(0, 2, batch) if shared else None,
     }
 
 
@@ -168,7 +172,7 @@ def test_no_rows():
         "budget_",
         "lengths_",
     )
-    empty = {name: args[name][:0] for name in per_row} | {"steps_": args["steps_"][..., :0]}
+    empty = {name: args[name][:0] for name in per_row} | {"steps_": args["steps_"][..., :0], "nan_rows_": None}
     before = args["progress_"].clone()
     for backend in BACKENDS:
         emit_step(**args | empty, backend=backend)

@@ -78,6 +78,7 @@ REJECTED = {
         ({"progress_": one}, ValueError, "progress_: expected shape [2], got [1]"),
         ({"step_": lambda t: t[None]}, ValueError, "step_: expected shape [], got [1]"),
         ({"steps_": lambda t: t[:, :1]}, ValueError, "steps_: expected shape [any, 2, 3], got [9, 1, 3]"),
+        ({"nan_rows_": one}, ValueError, "nan_rows_: expected shape [3], got [1]"),
     ],
     "kv_compact": [
         ({"cache_": lambda t: t.int()}, TypeError, "cache_: expected torch.float16 or torch.bfloat16 or torch.float32"),

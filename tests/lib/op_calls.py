@@ -88,7 +88,7 @@ def end_of_step(g, n, lengths):
     verdict = int32([1, -1, n - 1]), randint(g, 0, 7, BATCH, n), int32([n])
     has_nan = rand(g, BATCH, n) > torch.arange(n, device=DEVICE)
     rows = int32([1, 0, n]), int32([7, 8, 9]), int32([4, 0, 9 + n]), int32(lengths)
-    noted = int32([1, -1]), int64([7])[0], randint(g, 0, 9, 9, 2, BATCH)
+    noted = int32([1, -1]), int64([7])[0], randint(g, 0, 9, 9, 2, BATCH), int32([0, 1, 0])
     return *verdict, has_nan, int32([8, 7]), randint(g, 0, 9, BATCH, 3 * n), *rows, *noted
 
 
