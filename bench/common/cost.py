@@ -117,7 +117,8 @@ def commit_pairs(*, batch: int, path_length: int, width: int, element_bytes: int
 def emit_step(*, batch: int, num_emitted: int, num_places: int, num_stops: int) -> Cost:
     """Cost of emit_step: tokens in and out, four numbers of each request in and out, two noted, a flag of each place.
 
-    A request with a NaN is noted by itself, which none is in a benchmark. `num_emitted` tokens are emitted, summed over the batch; logits were computed at `num_places` of each request.
+    `num_emitted` tokens are emitted, summed over the batch; logits were computed at `num_places` of each request.
+    None has a NaN, which would be noted.
     """
     tokens = 2 * num_emitted * _INT32_BYTES
     rows = batch * ((1 + 2 * 4 + 2) * _INT32_BYTES + num_places)

@@ -6,7 +6,8 @@ tensor and committing an accepted path is a pure move (`specdec.kernels.kv_compa
 beyond the length may be read by masked lanes and must hold finite numbers.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.kv_compact import kv_compact
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "RowState", "copy_row"]
 
 
 class _Pass(Protocol):
@@ -142,6 +143,12 @@ class KVCache(Cache):
         self.compact(path, num_accepted)
         self.lengths += num_accepted + 1
 
+    def take_row(self, row: int, other: "KVCache", other_row: int, num_tokens: int | None = None) -> None:
+        """Copy a row of another cache with as many slots: `num_tokens` slots, which hold all of it, or every slot."""
+        slots = slice(num_tokens)
+        self.data[:, :, row, slots].copy_(other.data[:, :, other_row, slots])
+        self.lengths[row].copy_(other.lengths[other_row])
+
     def copy_of(self, num_rows: int) -> "KVCache":
         """The first rows in memory of their own, with a slot to spare."""
         num_layers, _, _, _, num_kv_heads, head_dim = self.data.shape
@@ -158,3 +165,26 @@ class KVCache(Cache):
         copy.data.copy_(self.data[:, :, :num_rows, : copy.data.shape[3]])
         copy.lengths.copy_(self.lengths[:num_rows])
         return copy
+
+
+RowState: TypeAlias = Sequence["torch.Tensor | KVCache"]
+"""What belongs to the rows of a batch: tensors with the rows along their first axis, and caches."""
+
+
+def copy_row(target: RowState, row: int, source: RowState, source_row: int, num_tokens: int | None = None) -> None:
+    """Make a row what a row of another batch is; nothing waits for the device.
+
+    Args:
+        target: changed in place.
+        row: of `target`.
+        source: of the same parts in the same order, for any number of rows.
+        source_row: of `source`.
+        num_tokens: slots of the caches that hold all there is of the row; None for every slot.
+    """
+    for to, of in zip(target, source, strict=True):
+        if isinstance(to, KVCache):
+            assert isinstance(of, KVCache)
+            to.take_row(row, of, source_row, num_tokens)
+        else:
+            assert isinstance(of, torch.Tensor)
+            to[row].copy_(of[source_row])

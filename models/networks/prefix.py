@@ -21,7 +21,7 @@ from specdec.kernels.commit_pairs import commit_pairs
 from specdec.kernels.common.launch import resolve_backend
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
-from specdec.models.common.cache import KVCache
+from specdec.models.common.cache import KVCache, RowState
 from specdec.models.common.passes import PromptPass, TreePass
 from specdec.models.networks.layer import CachedAttention, DraftLayerConfig, rotary_table
 
@@ -112,6 +112,10 @@ class FeaturePrefix:
     def kept(self) -> torch.Tensor:
         """[B] int32, how many of these were given by the last `read` too; 0 after a prompt."""
         return self._kept
+
+    def row_state(self) -> RowState:
+        """What belongs to single rows: all that is committed, and what is pending."""
+        return self.cache, self._features, self._tokens, self._counts, self._kept, self._last
 
     def start(
         self, tokens: torch.Tensor, lengths: torch.Tensor, features: torch.Tensor, *, first: int = 0

@@ -55,11 +55,24 @@ class Uniforms:
         self.num_output = torch.zeros_like(seeds, dtype=torch.int32) if num_output is None else num_output
         self._by_position = torch.zeros(seeds.shape[0], num_positions, dtype=torch.float32, device=seeds.device)
 
-    def fill_positions(self) -> None:
-        """Draw what `at` returns, from the seeds as they are now, in place: captured steps read it."""
-        step, count = torch.zeros_like(self.step), self._by_position.shape[1]
+    @property
+    def row_state(self) -> tuple[torch.Tensor, ...]:
+        """What belongs to single rows, with the rows along the first axis."""
+        return self.seeds, self._by_position
+
+    def fill_positions(self, num_positions: int | None = None, *, is_greedy: torch.Tensor | None = None) -> None:
+        """Draw what `at` returns, from the seeds as they are now, in place: captured steps read it.
+
+        Args:
+            num_positions: as many places as the rows will ask for; by default all there are.
+            is_greedy: [B] bool, rows whose numbers are 0: of equally probable tokens that draws the lowest.
+        """
+        most = self._by_position.shape[1]
+        step, count = torch.zeros_like(self.step), most if num_positions is None else min(num_positions, most)
         numbers = philox_uniform(self.seeds, step, stream=int(Stream.POSITION), count=count, backend=self.backend)
-        self._by_position.copy_(numbers)
+        if is_greedy is not None:
+            numbers.masked_fill_(is_greedy[:, None], 0.0)
+        self._by_position[:, :count].copy_(numbers)
 
     def at(self, depth: torch.Tensor) -> torch.Tensor:
         """The numbers that decide the tokens behind nodes of a tree, whatever the tree and the step.

@@ -23,6 +23,7 @@ from specdec.drafting.candidates import Candidates, Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
+from specdec.models.common.cache import RowState
 from specdec.models.common.placing import place
 from specdec.models.target.scores import Scores
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
@@ -114,6 +115,10 @@ class DraftModel(Drafter):
         self._counts = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
         self._rows = torch.arange(room.batch_size, device=device)
         self._may_ask = room.may_ask
+
+    def row_state(self) -> RowState:
+        """As `Drafter`."""
+        return self._cache, self._waiting, self._counts
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the chunk through the draft model."""

@@ -25,6 +25,7 @@ from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
+from specdec.models.common.cache import RowState
 from specdec.models.networks.falcon import FalconConfig, FalconNetwork
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import MAX_NODES, TreeShape
@@ -94,6 +95,10 @@ class Falcon(NetworkDrafter):
         self._state = self.network.zero_state(room.batch_size, like)
         # outputs of the LSTM at the kept pairs; the last of them is the hidden state
         self._kept = like.new_zeros(room.batch_size, self._keep, config.hidden_size)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`."""
+        return *super().row_state(), *self._state, self._kept
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Run the LSTM over the prompt and keep the keys and values of its pairs."""

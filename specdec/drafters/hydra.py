@@ -18,6 +18,7 @@ from specdec.drafting.candidates import Candidates, Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import RowState
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.networks.hydra import HydraConfig, HydraNetwork
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
@@ -74,6 +75,10 @@ class Hydra(NetworkDrafter):
             self._hidden = torch.zeros(room.batch_size, target.hidden_size, dtype=target.dtype, device=device)
             return
         self._prefix = self.new_prefix(room, device, layer)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`."""
+        return super().row_state() if self.network.config.prefix_attention else (self._hidden,)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Begin from the state of the last prompt token; prefix attention reads all of them."""

@@ -16,6 +16,7 @@ from specdec.drafting.candidates import Choose, choose_from
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.network import NetworkDrafter
 from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import RowState
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.medusa import MedusaConfig, MedusaHeads
 from specdec.models.target.target import PrefillOutput, TargetOutput
@@ -57,6 +58,10 @@ class Medusa(NetworkDrafter):
         """One state per row."""
         target = self._target
         self._hidden = torch.zeros(room.batch_size, target.hidden_size, dtype=target.dtype, device=device)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`."""
+        return (self._hidden,)
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Begin from the state of the last prompt token."""

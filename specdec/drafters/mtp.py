@@ -22,6 +22,7 @@ import torch
 
 from specdec.drafters.eagle import Eagle
 from specdec.drafting.base import Room
+from specdec.models.common.cache import RowState
 from specdec.models.common.passes import PromptPass, TreePass
 from specdec.models.networks.base import DraftNetwork
 from specdec.models.networks.layer import CachedAttention
@@ -57,6 +58,10 @@ class Mtp(Eagle):
         config = self.network.config
         shape = config.num_layers - 1, room.batch_size, config.hidden_size
         self._newest = torch.zeros(shape, dtype=self._target.dtype, device=device)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`."""
+        return *super().row_state(), self._newest.movedim(1, 0)
 
     def _follow(self, pairs: Pairs) -> torch.Tensor:
         """As `Eagle`; a layer reads at each pair what the layer before made of the pair before."""

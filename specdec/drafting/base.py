@@ -13,6 +13,7 @@ from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.planning import Planner
 from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import RowState
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import AnyTreeLike, DynamicTree
 from specdec.trees.shape import TreeShape
@@ -134,8 +135,12 @@ class Drafter(ABC):
         """[K] int32, what a planner is told after every step; None with one way."""
         return None
 
-    def planner(self) -> Planner:
-        """What chooses the ways of a generation that begins; of the copy that has its memory."""
+    def planner(self, *, is_moved: bool = False) -> Planner:
+        """What chooses the ways of a generation that begins; of the copy that has its memory.
+
+        Args:
+            is_moved: whether rows that were decoded elsewhere go on in this memory.
+        """
         return Planner()
 
     def take(self, way: int) -> None:
@@ -184,6 +189,22 @@ class Drafter(ABC):
         own = copy.copy(self)
         own.allocate(room, device)
         return own
+
+    def row_state(self) -> RowState:
+        """What `allocate` made that belongs to single rows, so that rows can be moved (`specdec.loop.rows`).
+
+        Between two steps, after `settle`, it is all that the drafter knows of a row.
+
+        Returns:
+            Tensors with the rows along their first axis, and caches; always in the same order.
+
+        Raises:
+            NotImplementedError: a drafter whose rows cannot be moved.
+        """
+        raise NotImplementedError(f"drafter: expected one whose rows can be moved (`row_state`), got {self.kind}")
+
+    def settle(self) -> None:
+        """Take in whatever still waits outside of `row_state`; called between two steps, before rows are moved."""
 
     @abstractmethod
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:

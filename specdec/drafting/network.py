@@ -13,7 +13,7 @@ from specdec.drafting.base import Drafter, Room
 from specdec.drafting.draft_tree import TreeTemplate
 from specdec.drafting.folder import DrafterRecord, TargetRecord, write_folder
 from specdec.kernels.common.check import FLOAT_DTYPES
-from specdec.models.common.cache import KVCache
+from specdec.models.common.cache import KVCache, RowState
 from specdec.models.common.lm_heads import LMHeads
 from specdec.models.common.packing import pack_network
 from specdec.models.common.placing import in_eval_mode, place
@@ -155,6 +155,11 @@ class NetworkDrafter(Drafter):
         )
         width = target.hidden_size if feature_size is None else feature_size
         return FeaturePrefix(cache, layer, max_new=max_new, feature_size=width, keep=keep, may_ask=room.may_ask)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`: the memory of `new_prefix`, where the network reads the text with layers of its own."""
+        prefix = vars(self).get("_prefix")
+        return () if prefix is None else prefix.row_state()
 
     @property
     def saved_config(self) -> Any:

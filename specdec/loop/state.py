@@ -17,7 +17,7 @@ from specdec.drafting.base import Prompt, Room
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.emit_step import emit_step
 from specdec.kernels.sample_probs import WarpSettings
-from specdec.models.common.cache import KVCache
+from specdec.models.common.cache import KVCache, RowState
 from specdec.models.target.target import Target
 
 __all__ = ["DecodeState"]
@@ -105,12 +105,20 @@ class DecodeState:
             nan_rows=full(rows, value=0),
         )
 
-    def begin(self, prompt: Prompt, max_new_tokens: int, seeds: torch.Tensor, settings: torch.Tensor) -> None:
+    @property
+    def row_state(self) -> RowState:
+        """What belongs to single rows, as of `Drafter.row_state`; between two steps it is all of it."""
+        rows = self.settings, self.text, self.root, self.budget, self.num_output, self.nan_rows
+        return self.cache, *self.uniforms.row_state, *rows
+
+    def begin(
+        self, prompt: Prompt, max_new_tokens: int | torch.Tensor, seeds: torch.Tensor, settings: torch.Tensor
+    ) -> None:
         """Start a generation. Rows beyond the given seeds are padding: they have finished before they begin.
 
         Args:
             prompt: the prompts of all rows; a padding row has one of a single token.
-            max_new_tokens: most tokens that a row may emit.
+            max_new_tokens: most tokens that a row may emit, or [B] int32 of each row.
             seeds: [b] int64 of the real rows, the first b of B.
             settings: [1 or B, 5] float32 what is done to the logits of each row.
         """
@@ -125,7 +133,8 @@ class DecodeState:
         self.uniforms.fill_positions()
         self.root.zero_()
         # length and budget together never grow from here on, so that no row can outgrow the memory
-        self.budget.copy_((self.room.max_length - prompt.lengths).clamp(0, max_new_tokens))
+        asked = torch.as_tensor(max_new_tokens, dtype=torch.int32, device=self.budget.device)
+        self.budget.copy_(torch.minimum((self.room.max_length - prompt.lengths).clamp(min=0), asked))
         self.budget[num_rows:] = 0
         self.num_output.zero_()
         self.progress[0].fill_(1)

@@ -4,7 +4,8 @@ Five nouns (`DraftTree`, `TargetOutput`, `Verdict`, `DecodeState`, `AcceptanceSt
 which kind of drafter it drives: a chain is a tree, and plain decoding is the tree of one node.
 """
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -97,11 +98,22 @@ class Generation:
 
         The target reads `prefill_chunk_size` tokens of every row at a time, and the drafter after it.
         """
-        state = self.state
-        state.begin(prompt, max_new_tokens, seeds, self.processing.settings)
-        chunks = self.target.prefill_chunks(prompt.tokens, prompt.lengths, state.cache, chunk_size=prefill_chunk_size)
-        for output in chunks:
+        self.state.begin(prompt, max_new_tokens, seeds, self.processing.settings)
+        (last,) = deque(
+            self.read(prompt, prefill_chunk_size), maxlen=1
+        )  # what is said of a chunk is gone with the next
+        return self.emit_first(last)
+
+    def read(self, prompt: Prompt, chunk_size: int) -> Iterator[PrefillOutput]:
+        """Run the prompt and start the drafter, chunk by chunk; what the target says is whole with the last one."""
+        tokens, lengths = prompt.tokens, prompt.lengths
+        for output in self.target.prefill_chunks(tokens, lengths, self.state.cache, chunk_size=chunk_size):
             self.drafter.start(prompt, output)
+            yield output
+
+    def emit_first(self, output: PrefillOutput) -> StepOutput:
+        """Emit the first token, which the target says at the end of the prompt."""
+        state = self.state
         scores = self._scores(output)
         processed = self._process(scores, None)
         root = self.target.broadcast_from_first(self.rule.first(processed, state.uniforms))

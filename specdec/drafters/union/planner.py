@@ -152,15 +152,17 @@ class WayPlanner(Planner):
         self._idle = [0] * len(self.choices.names)  # steps since each drafter drafted
         self.begin()
 
-    def begin(self, finish: Callable[[], Sequence[int]] = list) -> None:
+    def begin(self, finish: Callable[[], Sequence[int]] = list, *, is_moved: bool = False) -> None:
         """Begin a generation: what was learnt about sets and sizes stays, and drafters are asked again sooner.
 
         Args:
             finish: called at its end; gives per drafter the accepted tokens that it had proposed.
+            is_moved: whether rows come from elsewhere, with tokens that wait for drafters: all of them draft first.
         """
         self._finish = finish
         self._waits = [max(_FIRST_WAIT, wait // 2) for wait in self._waits]
-        self._unread = [0] * len(self.choices.names)  # tokens that may wait for each
+        waiting = self._backlog if is_moved else 0
+        self._unread = [waiting] * len(self.choices.names)  # tokens that may wait for each
         self._pending: deque[tuple[int, int | None]] = deque()  # way and size of steps not heard of yet
         self._asked: set[int] = set()  # drafters that are asked again
         self._steps: list[PlannedStep] = []

@@ -13,6 +13,7 @@ from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.learn_chances import learn_chances
+from specdec.models.common.cache import RowState
 
 __all__ = ["NUM_GRADES", "Evidence", "Pool", "ReachTables"]
 
@@ -129,6 +130,15 @@ class ReachTables:
         self.agreed.zero_()
         self._prior.copy_(self._evidence.prior())
         self.chance[:, : self.num_cells].copy_(self._prior)
+
+    def row_state(self) -> RowState:
+        """As of `Drafter`."""
+        return self._counts, self._totals, self.chance, self.agreed
+
+    def settle(self) -> None:
+        """Leave what was found so far to rows that come, and know what was found elsewhere."""
+        self.keep()
+        self._prior.copy_(self._evidence.prior())
 
     def keep(self) -> None:
         """Leave what this generation has found to later ones."""

@@ -24,6 +24,7 @@ from specdec.drafting.candidates import Best, Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.tree_merge import MAX_POOL, tree_merge
+from specdec.models.common.cache import RowState
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.shape import TreeShape
@@ -124,7 +125,7 @@ class Union(Drafter):
         """As `Drafter`; `WayPlanner.observe` says what it holds. Where asking is free the planner is told at once."""
         return None if self._may_ask else self._forecast
 
-    def planner(self) -> WayPlanner:
+    def planner(self, *, is_moved: bool = False) -> WayPlanner:
         """As `Drafter`; what it has learnt stays for later generations of as many rows."""
         key = self._rows, self._may_ask
         if key not in self._planners:
@@ -136,7 +137,7 @@ class Union(Drafter):
                 clock=time.perf_counter if self._may_ask and self.costs and self.costs.is_corrected else None,
             )
         self._planner = self._planners[key]
-        self._planner.begin(self.finish)
+        self._planner.begin(self.finish, is_moved=is_moved)
         return self._planner
 
     def bind(self, target: Target) -> None:
@@ -200,6 +201,18 @@ class Union(Drafter):
             self._pool = self._gains = None
         for member in self.members:
             member.start(prompt, output)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`: the members', and what the rows have counted."""
+        return *(part for member in self.members for part in member.row_state()), *self._tables.row_state()
+
+    def settle(self) -> None:
+        """As `Drafter`: members are told what they do not know yet, and what was found stays for the rows to come."""
+        for number, member in enumerate(self.members):
+            if self._deferred is not None:
+                self._deferred.tell(number, member)
+            member.settle()
+        self._tables.settle()
 
     def draft(self, root: torch.Tensor, choose: Choose) -> DraftTree:
         """Let the members of the way propose, and merge what they say."""

@@ -17,6 +17,7 @@ from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.common.words import pack_words
+from specdec.models.common.cache import RowState
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.shape import MAX_NODES, TreeShape
 
@@ -95,7 +96,11 @@ class Lookahead(Drafter):
         self._window = torch.zeros(room.batch_size, self.window, self.level - 1, dtype=torch.int32, device=device)
         capacity = max(self.window * min(room.max_new_tokens, KEPT_STEPS), self.guesses)
         self._pool = NgramPool(room.batch_size, capacity=capacity, level=self.level, device=device)
-        self._num_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._num_steps = torch.zeros(room.batch_size, dtype=torch.int64, device=device)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`."""
+        return self._window, self._num_steps, *self._pool.row_state()
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Fill the window with tokens from all over the prompt; the pool is empty."""
@@ -129,7 +134,7 @@ class Lookahead(Drafter):
         ngrams = torch.cat((self._window, completed[:, :, None]), 2)
         # what still holds the prompt's tokens behind its first one is nothing that the target has said
         has_outputs_only = self._num_steps >= self.level - 2
-        self._pool.add(torch.where(has_outputs_only, ngrams, -1))
+        self._pool.add(torch.where(has_outputs_only[:, None, None], ngrams, -1))
         self._window.copy_(ngrams[:, :, 1:])
         self._num_steps += 1
 
@@ -174,7 +179,11 @@ class NgramPool:
         self.level = level
         self._ngrams = torch.full((batch_size, capacity, level), -1, dtype=torch.int32, device=device)
         self._places = torch.arange(capacity, device=device)
-        self._oldest = torch.zeros((), dtype=torch.int64, device=device)  # the place that is written next
+        self._oldest = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)  # the place that is written next
+
+    def row_state(self) -> RowState:
+        """As of `Drafter`."""
+        return self._ngrams, self._oldest
 
     def clear(self) -> None:
         """Forget all n-grams."""
@@ -185,11 +194,11 @@ class NgramPool:
         """Add [B, n, level] int32 n-grams, the newest last; one whose first token is -1 is none."""
         num_new = ngrams.shape[1]
         places = (self._oldest + self._places[:num_new]) % self.capacity
-        self._ngrams.index_copy_(1, places, ngrams)
+        self._ngrams.scatter_(1, places[:, :, None].expand_as(ngrams), ngrams)
         self._oldest.add_(num_new).remainder_(self.capacity)
         # what a newer place holds too goes from the older one
         age = self._age()
-        is_old = (age[:, None] < age[places]).expand(ngrams.shape[0], -1, -1)
+        is_old = age[:, :, None] < age.gather(1, places)[:, None, :]
         for token in range(self.level):
             is_old = is_old & (self._ngrams[:, :, None, token] == ngrams[:, None, :, token])
         self._ngrams[:, :, 0].masked_fill_(is_old.any(2), -1)
@@ -207,7 +216,7 @@ class NgramPool:
         return torch.where(is_known[:, :, None], found, 0), is_known
 
     def _age(self) -> torch.Tensor:
-        """[capacity] int64 rank of every place by the time at which it was written; 0 for the oldest."""
+        """[B, capacity] int64 rank of every place by the time at which it was written; 0 for the oldest."""
         return (self._places - self._oldest) % self.capacity
 
 

@@ -12,6 +12,7 @@ from specdec.drafting.base import Drafter, Prompt
 from specdec.drafting.candidates import Choose
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import RowState
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import AnyTreeLike
 from specdec.trees.shape import TreeShape
@@ -36,6 +37,10 @@ class NoDrafter(Drafter):
     def bind(self, target: Target) -> None:
         """Place the one-node tree on the target's device."""
         self._template = TreeTemplate(self.shape, target.device)
+
+    def row_state(self) -> RowState:
+        """Nothing."""
+        return ()
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Nothing to remember."""

@@ -16,6 +16,7 @@ from specdec.drafting.base import Drafter, Prompt, Room
 from specdec.drafting.candidates import Choose, wants_logps
 from specdec.drafting.draft_tree import DraftTree, TreeTemplate
 from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import RowState
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import AnyTreeLike, DynamicTree, as_tree
 from specdec.trees.shape import TreeShape
@@ -65,6 +66,10 @@ class PromptLookup(Drafter):
     def allocate(self, room: Room, device: torch.device) -> None:
         """The texts that are searched."""
         self._texts = RowTexts(room, self.max_new, device)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`."""
+        return self._texts.row_state()
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Take the prompt as the text to search."""

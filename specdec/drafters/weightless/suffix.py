@@ -22,6 +22,7 @@ from specdec.drafting.draft_tree import DraftTree
 from specdec.drafting.logps import logps_of_paths
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.tree_rerank import tree_rerank
+from specdec.models.common.cache import RowState
 from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import AnyTreeLike, DynamicTree, as_tree
 
@@ -108,6 +109,10 @@ class Suffix(Drafter):
         self._texts = RowTexts(room, self.max_new, device, front=self.max_match)
         self._prompt_lengths = torch.zeros_like(self._texts.lengths)
         self._back = torch.arange(self.max_match, device=device)
+
+    def row_state(self) -> RowState:
+        """As `Drafter`."""
+        return *self._texts.row_state(), self._prompt_lengths
 
     def start(self, prompt: Prompt, output: PrefillOutput) -> None:
         """Take the prompt as the text to search."""

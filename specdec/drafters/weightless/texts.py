@@ -4,6 +4,7 @@ import torch
 
 from specdec.drafting.base import Prompt, Room
 from specdec.kernels.common.verdict import Verdict
+from specdec.models.common.cache import RowState
 
 __all__ = ["RowTexts"]
 
@@ -33,6 +34,10 @@ class RowTexts:
         self.tokens = torch.full((room.batch_size, width), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(room.batch_size, dtype=torch.int32, device=device)
         self.columns = torch.arange(width, device=device)
+
+    def row_state(self) -> RowState:
+        """As of `Drafter`."""
+        return self.tokens, self.lengths
 
     def start(self, prompt: Prompt) -> None:
         """Begin with the prompts."""
