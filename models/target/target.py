@@ -265,9 +265,8 @@ class Target:
         ends: list[Scores] = []
         for first in range(0, tokens.shape[1], chunk_size):
             chunk = tokens[:, first : first + chunk_size]
-            columns, column_of_row = torch.unique((last - first).clamp(0, chunk.shape[1] - 1), return_inverse=True)
             # for the rows whose last token lies in this chunk
-            ends.append(self._run_chunk(chunk, first, cache, columns).at(column_of_row))
+            ends.append(self._run_chunk(chunk, first, cache, (last - first).clamp(0, chunk.shape[1] - 1)))
             if first + chunk_size >= tokens.shape[1]:
                 cache.lengths.copy_(lengths)
             scores = Scores.side_by_side(ends).at((last // chunk_size).clamp(max=len(ends) - 1))
@@ -281,13 +280,13 @@ class Target:
             first: the chunk's place in the prompt; what comes before it was read already.
             cache: a cache with room for `first + n` tokens per row.
         """
-        self._run_chunk(tokens, first, cache, torch.zeros(1, dtype=torch.int64, device=self.device))
+        self._run_chunk(tokens, first, cache, torch.zeros(len(tokens), dtype=torch.int64, device=self.device))
         self._take_states()
 
-    def _run_chunk(self, tokens: torch.Tensor, first: int, cache: KVCache, columns: torch.Tensor) -> Scores:
-        """A pass over tokens `first .. first + n - 1` of the prompt; scores [B, m] at m columns of them."""
+    def _run_chunk(self, tokens: torch.Tensor, first: int, cache: KVCache, places: torch.Tensor) -> Scores:
+        """A pass over tokens `first .. first + n - 1` of the prompt; scores [B, 1] at one of them per row, [B]."""
         model_pass = PromptPass(start=first, num_tokens=tokens.shape[1], batch_size=tokens.shape[0], device=self.device)
-        return self._forward(tokens, model_pass.positions, model_pass, cache, columns)
+        return self._forward(tokens, model_pass.positions, model_pass, cache, places)
 
     def score(
         self,
@@ -329,13 +328,13 @@ class Target:
         positions: torch.Tensor,
         model_pass: PromptPass | TreePass,
         cache: KVCache,
-        columns: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
     ) -> Scores:
         """Run a pass, without the LM head if nothing else follows it.
 
         Returns:
-            Scores [B, n] at these columns of the tokens, by default at all: logits that are there already if the model
-            decides itself what becomes of its states.
+            Scores [B, 1] at one place [B] of each row's tokens, by default at all: logits that are there already if the
+            model decides itself what becomes of its states.
         """
         cache.begin_pass(model_pass)
         inputs: dict[str, Any] = {
@@ -345,15 +344,18 @@ class Target:
             "use_cache": True,
             "specdec_pass": model_pass,
         }
-        return self._scores_of(inputs, columns)
+        return self._scores_of(inputs, places)
 
-    def _scores_of(self, inputs: dict[str, Any], columns: torch.Tensor | None) -> Scores:
-        """Scores at these columns, or all, of what the model is given."""
+    def _scores_of(self, inputs: dict[str, Any], places: torch.Tensor | None) -> Scores:
+        """Scores at one place of each row, or at all, of what the model is given."""
         is_split = self.sharding is not None and not self.sharding.is_gathered
-        if is_split or not is_decoder_and_head(self.model):
-            return Scores.of(self.model(logits_to_keep=0 if columns is None else columns, **inputs).logits)
-        states = self.model.get_decoder()(**inputs)[0]
-        return Scores(self.lm_heads, states if columns is None else states[:, columns])
+        if not is_split and is_decoder_and_head(self.model):
+            scores = Scores(self.lm_heads, self.model.get_decoder()(**inputs)[0])
+            return scores if places is None else scores.at(places)
+        if places is None:
+            return Scores.of(self.model(logits_to_keep=0, **inputs).logits)
+        columns, column_of_row = torch.unique(places, return_inverse=True)
+        return Scores.of(self.model(logits_to_keep=columns, **inputs).logits).at(column_of_row)
 
     @property
     def lm_heads(self) -> LMHeads:

@@ -98,6 +98,9 @@ class Planner:
     def observe(self, numbers: Sequence[float]) -> None:
         """Take in the drafter's `forecast` as a step left it; called for the steps in their order."""
 
+    def forget(self) -> None:
+        """Report nothing of what was chosen so far; for generations without an end."""
+
     def report(self, emitted: Sequence[int]) -> PlanReport | None:
         """What was chosen since the planner was made; None where there was no choice.
 

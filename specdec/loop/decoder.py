@@ -64,6 +64,9 @@ class Decoder:
 
     Raises:
         TypeError, ValueError, NotImplementedError: the model is not supported, or the drafter does not fit it.
+
+    Attributes:
+        num_bindings: how often the drafter was bound: memory that was laid out before the last time is of no use.
     """
 
     @torch_defaults()
@@ -111,6 +114,7 @@ class Decoder:
             self.captured = CapturedSteps(capture, target.max_positions)
         self._places: Places | None = None
         self._has_run = False
+        self.num_bindings = 0
 
     def decode(
         self,
@@ -152,7 +156,7 @@ class Decoder:
         num_rows = len(prompts)
         processing = Processing.none() if processing is None else processing
         max_length = max(map(len, prompts)) + max_new_tokens
-        with self._running():
+        with self.running():
             device = self.target.device
             timer = PhaseTimer(device)
             seeds = row_seeds(seed if self.acceptance.samples or seed is not None else 0, num_rows)
@@ -173,14 +177,14 @@ class Decoder:
                     is_alone = self.captured is None and self.target.sharding is None
                     may_ask = is_alone and device.type == "cpu"
                     room = Room(rows, max_length, prompt.tokens.shape[1], max_new_tokens, may_ask=may_ask)
-                    with self._explaining_lack_of_memory(num_rows, max_length):
+                    with self.explaining_lack_of_memory(num_rows, max_length):
                         state, drafter = self._new_state(room, device), self.drafter.copy_for(room, device)
                 else:
                     state, drafter = captured.state, captured.generation.drafter
                 generation = self._generation(state, drafter, stops, processing, timer, host_reads=host_reads)
                 num_tokens = min(chunk_size, prompt.tokens.shape[1])
                 advice = f"lower prefill_chunk_size (here {num_tokens} tokens of {rows} rows at a time) or the batch"
-                with self._explaining_lack_of_memory(num_rows, max_length, advice):
+                with self.explaining_lack_of_memory(num_rows, max_length, advice):
                     output = generation.begin(prompt, max_new_tokens, seeds, prefill_chunk_size=chunk_size)
             follower = Follower(state, drafter, num_rows, on_step, reads_output=host_reads)
             if captured is None:
@@ -214,7 +218,7 @@ class Decoder:
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
         processing = Processing.none() if processing is None else processing
-        with self._running():
+        with self.running():
             timer = PhaseTimer(self.target.device, enabled=False)
             return self._find_captured(batch_size, max_length, processing, num_stop_tokens, timer) is not None
 
@@ -234,7 +238,7 @@ class Decoder:
         room = Room(batch_size, length, length - 1, length - 1)
         if self.captured is not None:
             room = self.captured.room(batch_size, length)
-        memory = self._lay_out(room, torch.device("meta"))
+        memory = self.lay_out(room, torch.device("meta"))
         plan = MemoryPlan.of(self.target, memory.drafter, memory.state)
         if self.captured is None or self.captured.cannot_capture:
             return Description(plan, (), captures=False)
@@ -259,7 +263,7 @@ class Decoder:
             )
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Hold the models as decoding needs them, wherever they have gone since the last call.
 
         What was captured read them where they were: it is dropped if anything was moved or replaced. Values that were
@@ -275,6 +279,7 @@ class Decoder:
                 if not is_bound:
                     self.release()
                     self.drafter.bind(self.target)
+                    self.num_bindings += 1
                 with self.drafter.session(), self.scratch.active():
                     # to look everything up takes longer than to bind again: nothing for one call that captures nothing
                     if not is_bound and (self.captured is not None or self._has_run):
@@ -282,7 +287,7 @@ class Decoder:
                     self._has_run = True
                     yield
 
-    def _lay_out(self, room: Room, device: torch.device) -> Memory:
+    def lay_out(self, room: Room, device: torch.device) -> Memory:
         """Memory that stays: on the target's device, or on "meta" to learn how much it takes."""
         return Memory(self._new_state(room, device), self.drafter.copy_for(room, device))
 
@@ -324,11 +329,11 @@ class Decoder:
         if found is not None or not may_capture:
             return found
         try:
-            with timer.phase("capture"), self._explaining_lack_of_memory(batch_size, max_length):
+            with timer.phase("capture"), self.explaining_lack_of_memory(batch_size, max_length):
                 memory = captured.memory(batch_size, max_length)
                 if memory is None:
                     room = captured.room(batch_size, max_length)
-                    memory = captured.keep(self._lay_out(room, self.target.device))
+                    memory = captured.keep(self.lay_out(room, self.target.device))
                 return captured.record(memory, key, self._thrown_away(memory, processing, num_stop_tokens))
         except BaseException:
             captured.release()
@@ -345,7 +350,7 @@ class Decoder:
         return generation
 
     @contextmanager
-    def _explaining_lack_of_memory(
+    def explaining_lack_of_memory(
         self, batch_size: int, max_length: int, advice: str = "lower max_new_tokens, the batch or the tree"
     ) -> Iterator[None]:
         """Say of an error that tells of too little memory what was needed and what to do."""

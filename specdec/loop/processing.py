@@ -19,8 +19,9 @@ from specdec.drafting.candidates import DraftLaw
 from specdec.drafting.draft_tree import DraftTree
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.sample_probs import WarpSettings, warp_logits
+from specdec.models.target.target import Target
 
-__all__ = ["PROCESSOR_FIELDS", "WARPER_FIELDS", "Processing"]
+__all__ = ["PROCESSOR_FIELDS", "WARPER_FIELDS", "Processing", "warp_settings"]
 
 _AT_ONCE = frozenset({"repetition_penalty", "temperature", "top_k", "top_p", "min_p"})
 PROCESSOR_FIELDS = frozenset(
@@ -86,6 +87,13 @@ class Processing:
     def none(cls) -> "Processing":
         """Logits as they come."""
         return cls(GenerationConfig(), do_sample=False, prompt_lengths=(), max_new_tokens=0, width=0)
+
+    @classmethod
+    def by_rows(cls, target: Target) -> "Processing":
+        """The common settings, whatever each row's are: steps read them where `law` is told that they are."""
+        sampled = GenerationConfig(temperature=0.5)
+        sizes: dict[str, Any] = {"prompt_lengths": (), "max_new_tokens": 0, "width": 0}
+        return cls(sampled, do_sample=True, **sizes, device=target.device, backend=target.backend)
 
     def law(self, settings: torch.Tensor) -> DraftLaw:
         """The law for drafters: the same warpers, without what depends on the path.
@@ -224,6 +232,20 @@ def _active(config: GenerationConfig, *, do_sample: bool) -> dict[str, Any]:
     if settings["min_new_tokens"] is not None:  # as transformers: it wins, also with 0
         settings["min_length"] = None
     return {name: value for name, value in settings.items() if value is not None and value != _NEUTRAL.get(name)}
+
+
+def warp_settings(config: GenerationConfig, *, do_sample: bool) -> WarpSettings:
+    """The common settings of a call, which are data of its rows.
+
+    Raises:
+        NotImplementedError: a setting that is none of them, by name.
+    """
+    asked = _active(config, do_sample=do_sample)
+    others = sorted(asked.keys() - _AT_ONCE)
+    if others:
+        known = ", ".join(sorted(_AT_ONCE))
+        raise NotImplementedError(f"{others[0]}: expected its default, as rows are processed by {known} alone")
+    return WarpSettings(**asked)
 
 
 _NEUTRAL: dict[str, float] = {

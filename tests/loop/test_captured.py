@@ -328,7 +328,7 @@ def test_the_plan_is_what_is_allocated(kind, monkeypatch):
     _, decoder = two_decoders(kind, None, monkeypatch)
     plan = decoder.describe(batch_size=3, max_length=30).plan
     with Allocations() as allocations:
-        memory = decoder._lay_out(plan.room, decoder.target.device)
+        memory = decoder.lay_out(plan.room, decoder.target.device)
     assert plan.static_bytes == allocations.live_bytes()
     state = memory.state
     assert plan.cache_bytes == num_bytes(tensors_of(state.cache))

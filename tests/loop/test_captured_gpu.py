@@ -180,7 +180,7 @@ def test_the_plan_is_what_is_allocated(tiny):
         plan = captured.describe(batch_size=2, max_length=200).plan
         gc.collect()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        memory = captured._lay_out(plan.room, captured.target.device)
+        memory = captured.lay_out(plan.room, captured.target.device)
         assert torch.cuda.memory_stats()["requested_bytes.all.current"] - before == plan.static_bytes
         del memory
 

@@ -1,4 +1,4 @@
-"""Rows are moved between batches in the middle of their texts, and go on as if nothing had happened: for every drafter."""
+"""Rows are moved between batches in the middle of their texts, and go on as if nothing had happened: every drafter."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def named_tensors(value, name="", seen=None):
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    elif type(value).__module__.startswith("specdec.") and not type(value).__name__ == "Target":
+    elif type(value).__module__.startswith("specdec.") and type(value).__name__ != "Target":
         items = {**getattr(value, "__dict__", {})}.items()
     else:
         return {}

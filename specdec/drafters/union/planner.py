@@ -222,6 +222,10 @@ class WayPlanner(Planner):
             self._compare(way.group, expected, numbers[2])
             self._judge(way)
 
+    def forget(self) -> None:
+        """As `Planner`."""
+        self._steps.clear()
+
     def report(self, emitted: Sequence[int]) -> PlanReport | None:
         """As `Planner`."""
         count = min(len(emitted), len(self._steps))

@@ -8,6 +8,7 @@ Needs from the target: what its members need. Cost: that of the members that dra
 """
 
 import copy
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -303,8 +304,8 @@ def _told(verdict: Verdict, gains: torch.Tensor | None) -> list[float]:
     running = [count >= 0 for count in accepted]
     numbers = [float(sum(running)), 1.0 + max(accepted), float(sum(count for count in accepted if count > 0))]
     for of_part in gains.tolist():
-        kept = [values for values, is_running in zip(of_part, running, strict=True) if is_running]
-        numbers += [FIXED_POINT * sum(column) for column in zip(*kept, strict=True)]
+        columns = zip(*of_part, strict=True)
+        numbers += [FIXED_POINT * sum(itertools.compress(column, running)) for column in columns]
     return numbers
 
 
