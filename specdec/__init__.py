@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specdec.bundled.load import load_model, load_tiny
     from specdec.drafting.base import Drafter
     from specdec.drafting.draft_tree import DraftTree
+    from specdec.engine.engine import Engine
     from specdec.evaluation.checking import CheckReport, check
     from specdec.generation.generate import SpecDecodeOutput, generate
     from specdec.generation.hf_generate import hf_generate
@@ -24,7 +25,17 @@ if TYPE_CHECKING:
     from specdec.trees.shape import TreeShape, as_tree_shape, preset_names
     from specdec.tuning.auto import load_drafter
 
-__all__ = ["AcceptanceStats", "CheckReport", "DecodeResult", "Decoder", "DraftTree", "Drafter", "Greedy", "Naive"]
+__all__ = [
+    "AcceptanceStats",
+    "CheckReport",
+    "DecodeResult",
+    "Decoder",
+    "DraftTree",
+    "Drafter",
+    "Engine",
+    "Greedy",
+    "Naive",
+]
 __all__ += ["Rejection", "SpecDecodeOutput", "Target", "Traversal", "TreeShape", "Typical", "Verdict", "as_tree_shape"]
 __all__ += ["check", "generate", "hf_generate", "load_drafter", "load_model", "load_tiny", "preset_names"]
 
@@ -32,6 +43,7 @@ _NAMES = {
     "specdec.bundled.load": "load_model load_tiny",
     "specdec.drafting.base": "Drafter",
     "specdec.drafting.draft_tree": "DraftTree",
+    "specdec.engine.engine": "Engine",
     "specdec.evaluation.checking": "CheckReport check",
     "specdec.generation.generate": "SpecDecodeOutput generate",
     "specdec.generation.hf_generate": "hf_generate",

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specdec.kernels.common.launch import Backend
 from specdec.kernels.kv_compact import kv_compact
 
-__all__ = ["KVCache", "RowState", "copy_row"]
+__all__ = ["KVCache", "RowState", "clear_row", "copy_row"]
 
 
 class _Pass(Protocol):
@@ -188,3 +188,13 @@ def copy_row(target: RowState, row: int, source: RowState, source_row: int, num_
         else:
             assert isinstance(of, torch.Tensor)
             to[row].copy_(of[source_row])
+
+
+def clear_row(target: RowState, row: int) -> None:
+    """Make a row what it was when memory was laid out: zeros everywhere, so that nothing not finite is left."""
+    for to in target:
+        if isinstance(to, KVCache):
+            to.data[:, :, row].zero_()
+            to.lengths[row].zero_()
+        else:
+            to[row].zero_()

@@ -18,7 +18,12 @@ from specdec.models.target.target import PrefillOutput, Target, TargetOutput
 from specdec.trees.dynamic import AnyTreeLike, DynamicTree
 from specdec.trees.shape import TreeShape
 
-__all__ = ["Drafter", "Prompt", "Room"]
+__all__ = ["Drafter", "Prompt", "Room", "to_device"]
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host's on the device; nobody waits for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Prompt:
         tokens = torch.zeros(num_rows, max(lengths), dtype=torch.int64)
         for place, row in zip(tokens, rows, strict=False):
             place[: row.shape[0]] = row
-        return cls(tokens.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), max_length)
+        return cls(to_device(tokens, device), to_device(torch.tensor(lengths, dtype=torch.int32), device), max_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,10 @@ class Drafter(ABC):
     def num_ways(self) -> int:
         """Ways to go through a step that it knows."""
         return 1
+
+    def num_nodes_of(self, way: int) -> int:
+        """Most nodes, root included, that the target scores per row in this way."""
+        return self.shape.num_nodes
 
     @property
     def forecast(self) -> torch.Tensor | None:

@@ -91,7 +91,7 @@ class Processing:
     @classmethod
     def by_rows(cls, target: Target) -> "Processing":
         """The common settings, whatever each row's are: steps read them where `law` is told that they are."""
-        sampled = GenerationConfig(temperature=0.5)
+        sampled = GenerationConfig(do_sample=True, temperature=0.5)
         sizes: dict[str, Any] = {"prompt_lengths": (), "max_new_tokens": 0, "width": 0}
         return cls(sampled, do_sample=True, **sizes, device=target.device, backend=target.backend)
 

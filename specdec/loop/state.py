@@ -8,12 +8,13 @@ A step may run when all rows have finished. It then changes nothing that is repo
 step before it might have: a finished row has budget 0, emits nothing, and keeps its length, and with it its slots.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from specdec.common.randomness import Uniforms
-from specdec.drafting.base import Prompt, Room
+from specdec.drafting.base import Prompt, Room, to_device
 from specdec.kernels.common.verdict import Verdict
 from specdec.kernels.emit_step import emit_step
 from specdec.kernels.sample_probs import WarpSettings
@@ -112,15 +113,22 @@ class DecodeState:
         return self.cache, *self.uniforms.row_state, *rows
 
     def begin(
-        self, prompt: Prompt, max_new_tokens: int | torch.Tensor, seeds: torch.Tensor, settings: torch.Tensor
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | Sequence[int],
+        seeds: torch.Tensor,
+        settings: torch.Tensor,
+        *,
+        is_greedy: torch.Tensor | None = None,
     ) -> None:
         """Start a generation. Rows beyond the given seeds are padding: they have finished before they begin.
 
         Args:
             prompt: the prompts of all rows; a padding row has one of a single token.
-            max_new_tokens: most tokens that a row may emit, or [B] int32 of each row.
+            max_new_tokens: most tokens that a row may emit, or one number for each.
             seeds: [b] int64 of the real rows, the first b of B.
             settings: [1 or B, 5] float32 what is done to the logits of each row.
+            is_greedy: [B] bool, rows that take the most probable token where others draw; by default none.
         """
         num_rows, width = seeds.shape[0], prompt.tokens.shape[1]
         columns = torch.arange(width, device=self.prompt.device)
@@ -130,11 +138,13 @@ class DecodeState:
         self.uniforms.seeds.zero_()
         self.uniforms.seeds[:num_rows] = seeds
         self.uniforms.step.zero_()
-        self.uniforms.fill_positions()
+        most = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
+        self.uniforms.fill_positions(most + 1, is_greedy=is_greedy)
         self.root.zero_()
         # length and budget together never grow from here on, so that no row can outgrow the memory
-        asked = torch.as_tensor(max_new_tokens, dtype=torch.int32, device=self.budget.device)
-        self.budget.copy_(torch.minimum((self.room.max_length - prompt.lengths).clamp(min=0), asked))
+        asked = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
+        limit = to_device(torch.tensor(asked, dtype=torch.int32), self.budget.device)
+        self.budget.copy_(torch.minimum((self.room.max_length - prompt.lengths).clamp(min=0), limit))
         self.budget[num_rows:] = 0
         self.num_output.zero_()
         self.progress[0].fill_(1)

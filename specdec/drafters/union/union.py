@@ -117,6 +117,10 @@ class Union(Drafter):
         """As `Drafter`: sets of members by sizes, and plain decoding."""
         return len(self.choices.ways)
 
+    def num_nodes_of(self, way: int) -> int:
+        """As `Drafter`."""
+        return self.choices.ways[way].num_nodes
+
     def take(self, way: int) -> None:
         """As `Drafter`."""
         self._way = way
