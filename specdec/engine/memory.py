@@ -15,7 +15,7 @@ from specdec.loop.processing import Processing
 from specdec.loop.rules import Greedy, Naive
 from specdec.loop.step import Generation, StepOutput
 from specdec.loop.timing import PhaseTimer
-from specdec.models.common.cache import RowState, copy_row
+from specdec.models.common.cache import RowState, clear_row, copy_row
 
 __all__ = ["Move", "RowMemory", "RowReport"]
 
@@ -88,12 +88,15 @@ class RowMemory:
         self.state, self.drafter = memory.state, memory.drafter
         self.num_rows = num_rows
         self.num_nodes = 0  # at most, of a row in the newest step
+        self._no_settings = self.state.settings[0].clone()
         self._newest = torch.arange(-self.state.path_length - 1, 0, device=target.device)
         self._captured: dict[bool, CapturedStep] = {}
         for mode in modes:
             if decoder.captured is not None and not decoder.captured.cannot_capture:
                 step = decoder.captured.record(memory, mode, self._sampled if mode else self._greedy)
                 self._captured |= {} if step is None else {mode: step}
+        for row in range(num_rows if self._captured else 0):  # what was captured has run on them
+            self.clean(row)
         self.planner = self.drafter.planner()
 
     @property
@@ -157,6 +160,11 @@ class RowMemory:
         to, of = self.parts(), source.parts()
         for move in moves:
             copy_row(to, move.row, of, move.source_row, move.num_tokens)
+
+    def clean(self, row: int) -> None:
+        """Make a row what it was at first, a row that has ended, so that nothing not finite is left of it."""
+        clear_row(self.parts(), row)
+        self.state.settings[row].copy_(self._no_settings)
 
     def end(self, row: int) -> None:
         """End a row, or make one that has ended cost less."""

@@ -23,7 +23,6 @@ from specdec.loop.captured import LAG, batch_bucket
 from specdec.loop.decoder import Decoder
 from specdec.loop.graphs import Reader
 from specdec.loop.step import StepOutput
-from specdec.models.common.cache import clear_row
 
 __all__ = ["Counts", "RowPool"]
 
@@ -212,9 +211,6 @@ class RowPool:
         memory = self._memories.pop(num_rows, None)
         if memory is None or not (memory.modes >= modes or not self._captures):
             memory = RowMemory(self._decoder, num_rows, self._max_length, self._stop_tokens, modes)
-            parts = memory.parts() if memory.modes else ()
-            for row in range(num_rows if memory.modes else 0):  # what was captured has run on them
-                clear_row(parts, row)
         memory.planner = memory.drafter.planner(is_moved=True)
         rows: list[Task | None] = [None] * num_rows
         running = _Running(memory, rows)
@@ -299,7 +295,7 @@ class RowPool:
 
     def _clean(self, running: _Running, row: int) -> None:
         """Free a row whose memory holds NaN, which masked lanes of later steps would read, in kernels on a GPU."""
-        clear_row(running.memory.parts(), row)
+        running.memory.clean(row)
         running.rows[row] = None
         # it came from where other prompts may be read now
         self._staging.clear()

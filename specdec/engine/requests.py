@@ -1,5 +1,6 @@
 """A request from the caller's side: its handle, and what comes of it."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from specdec.loop.stats import AcceptanceStats
 
 __all__ = ["EngineClosedError", "FinishReason", "Handle", "QueueFullError", "RequestFailedError", "RequestResult"]
 __all__ += ["TokenLogprobs"]
+
+_LOG = logging.getLogger("specdec")
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "timeout"]
 
@@ -193,5 +196,11 @@ class Handle:
         return has_tokens or progress.result is not None or progress.error is not None
 
     def _tell(self) -> None:
-        if self._on_progress is not None:
+        if self._on_progress is None:
+            return
+        try:
             self._on_progress(self)
+        except Exception:
+            _LOG.exception("on_progress: of request %d failed; the request is cancelled", self.id)
+            self._on_progress = None
+            self.cancel()
