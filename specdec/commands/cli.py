@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from specdec import __version__
-from specdec.commands import chat, data, demo, distill, evaluate, generate, report, train, train_smollm2, tune
+from specdec.commands import chat, data, demo, distill, evaluate, generate, report, serve, train, train_smollm2, tune
 
 __all__ = ["main"]
 
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log decisions and show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (demo, generate, chat, evaluate, report, tune, data, distill, train, train_smollm2):
+    for module in (demo, generate, chat, serve, evaluate, report, tune, data, distill, train, train_smollm2):
         module.add_to(commands)
     return parser
 

@@ -224,6 +224,11 @@ class Engine:
             self._changed.notify_all()
         return handle
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more requests are taken."""
+        return self._is_closing
+
     def stats(self) -> EngineStats:
         """What it does and has done."""
         with self._changed:

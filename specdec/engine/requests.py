@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -84,6 +84,7 @@ class _Progress:
 
     tokens: list[int] = field(default_factory=list)
     num_taken: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     result: RequestResult | None = None
     error: str | None = None
 
@@ -169,10 +170,17 @@ class Handle:
         """End it with what it has; the engine sees it after the step that is running."""
         self.is_cancelled = True
 
-    def push(self, tokens: list[int]) -> None:
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens so far, if they were asked for."""
+        with self._changed:
+            return list(self._progress.logprobs)
+
+    def push(self, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """For the engine: more tokens came."""
         with self._changed:
             self._progress.tokens += tokens
+            self._progress.logprobs += logprobs
             self._changed.notify_all()
         self._tell()
 

@@ -89,7 +89,7 @@ class Task:
         if new:
             self._first_token = self._first_token or time.monotonic()
             self._tokens += new
-            self.handle.push(new)
+            self.handle.push(new, told[: len(new)])
         return ended
 
     def finish(self, reason: FinishReason) -> None:
