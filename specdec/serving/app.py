@@ -178,7 +178,9 @@ class _Endpoint:
     async def _json(self, request: Request) -> Any:
         body = read_body(request, self._limits.max_body_bytes)
         try:
-            return json.loads(await asyncio.wait_for(body, self._limits.body_timeout))
+            data = json.loads(await asyncio.wait_for(body, self._limits.body_timeout), parse_constant=_no_number)
+            json.dumps(data, ensure_ascii=False).encode()  # half a character may be escaped, and is no text
+            return data
         except (ValueError, RecursionError):
             raise ApiError(400, "expected a body of JSON", code="invalid_json") from None
         except (asyncio.TimeoutError, TimeoutError):
@@ -257,6 +259,11 @@ async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _no_number(name: str) -> Any:
+    """NaN and infinities, which are no JSON."""
+    raise ValueError(name)
 
 
 def _written(error: ApiError) -> Response:
