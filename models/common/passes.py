@@ -10,8 +10,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from specdec.kernels.common.launch import Backend
-from specdec.kernels.reference.tree_attention import VisibleSlots, attend_to, visible_slots
 from specdec.kernels.tree_attention import tree_attention
+from specdec.models.common.runs import Run, attend_in_runs, visible_runs
 
 __all__ = ["PromptPass", "TreePass"]
 
@@ -108,7 +108,7 @@ class TreePass:
     """[B or 1, N] int32, where the window of each node ends, if that is not its own position."""
     _slots: torch.Tensor | None = field(init=False, default=None)
     _positions: torch.Tensor | None = field(init=False, default=None)
-    _visible: dict[int | None, list[VisibleSlots]] = field(init=False, default_factory=dict)
+    _visible: dict[int | None, list[Run]] = field(init=False, default_factory=dict)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -134,8 +134,17 @@ class TreePass:
         if self.backend == "reference":
             # who sees whom is the same in all layers of one window: found once per pass, not once per layer
             if window not in self._visible:
-                self._visible[window] = visible_slots(self.lengths, self.ancestors, num_tree_nodes, depth, window)
-            return attend_to(query, keys, values, self._visible[window], scale=scale, upcast=False)
+                num_groups = query.shape[1] // keys.shape[1]
+                self._visible[window] = visible_runs(
+                    self.lengths,
+                    self.ancestors,
+                    num_tree_nodes,
+                    depth,
+                    window,
+                    num_groups=num_groups,
+                    dtype=query.dtype,
+                )
+            return attend_in_runs(query, keys, values, self._visible[window], scale=scale)
         return tree_attention(
             query.transpose(1, 2),
             keys.transpose(1, 2),
