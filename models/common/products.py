@@ -21,7 +21,7 @@ from specdec.models.common.packing import SameForward, is_free
 
 __all__ = ["few_rows_linear", "with_few_rows"]
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 """Beyond, the order makes no great difference, and too many numbers of rows would be tried."""
 
 _FILLED_UP = (1, 3)  # numbers of rows that a row is added to
@@ -34,7 +34,7 @@ def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     num_rows = x.numel() // x.shape[-1]
     if not 1 <= num_rows <= MOST_ROWS or not _is_suited(x, weight) or not _may_round_otherwise():
         return F.linear(x, weight, bias)
-    key = *weight.shape, num_rows, torch.get_num_threads()
+    key = *weight.shape, num_rows, torch.get_num_threads(), x.dtype
     order = _ORDERS.get(key)
     if order is None:
         order = _ORDERS[key] = _Order()
@@ -61,8 +61,8 @@ class _Order:
         return result
 
 
-_ORDERS: dict[tuple[int, ...], _Order] = {}
-"""By outputs, inputs, rows and threads; of this process."""
+_ORDERS: dict[tuple[object, ...], _Order] = {}
+"""By outputs, inputs, rows, threads and dtype; of this process."""
 
 
 def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -81,9 +81,10 @@ def _may_round_otherwise() -> bool:
 
 
 def _is_suited(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether MKL multiplies them."""
-    is_plain = x.device.type == weight.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    return is_plain and weight.is_contiguous() and torch.backends.mkl.is_available()
+    """Whether MKL multiplies them, or oneDNN."""
+    libraries = {torch.float32: torch.backends.mkl, torch.bfloat16: torch.backends.mkldnn}
+    is_plain = x.device.type == weight.device.type == "cpu" and x.dtype == weight.dtype and weight.is_contiguous()
+    return is_plain and x.dtype in libraries and libraries[x.dtype].is_available()
 
 
 @contextmanager
@@ -91,7 +92,7 @@ def with_few_rows(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let plain linear layers multiply so for the duration of the block; those with a forward of someone else do not.
 
     Args:
-        modules: any; what is no `nn.Linear` with float32 weights on a CPU is left alone.
+        modules: any; what is no `nn.Linear` with float32 or bfloat16 weights on a CPU is left alone.
     """
     # within another such block they have it already
     linears = (one for one in modules if type(one) is nn.Linear and is_free(one) and "forward" not in vars(one))

@@ -28,7 +28,8 @@ class Run:
         num_rows: how many they are.
         first: the first slot that any of their nodes sees.
         count: slots from there to the last one that any sees.
-        mask: [num_rows, 1, 1 or queries, count] 0 or -inf, in the dtype of the queries; None if all see all.
+        mask: [num_rows, 1, 1 or queries, count] what is added to the scores, in the dtype of the queries; None if all
+            see all. Of what is not seen it is finite, so that padding that sees nothing leaves finite numbers too.
     """
 
     first_row: int
@@ -51,7 +52,11 @@ def visible_runs(
     """Who sees whom, the same in all layers of one window.
 
     Args:
-        lengths: as in `specdec.kernels.tree_attention`, as are `ancestors`, `num_tree_nodes`, `depth`, `window`.
+        lengths: as in `specdec.kernels.tree_attention`, as are the next ones.
+        ancestors: as there.
+        num_tree_nodes: as there.
+        depth: as there.
+        window: as there.
         num_groups: query heads that share one head of keys.
         dtype: of the queries.
     """
@@ -67,7 +72,7 @@ def visible_runs(
             deep = depth[begin:end] if depth.shape[0] > 1 else depth
             seen = _seen(lengths[begin:end], ancestors[rows], num_tree_nodes, deep, window, first, count)
             seen = seen.repeat(1, num_groups, 1) if num_nodes > 1 else seen
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None]
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min / 2)[:, None]
         runs.append(Run(begin, end - begin, first, count, mask))
     return runs
 
