@@ -84,7 +84,7 @@ def closed(model: PreTrainedModel, prompts: Rows, *, max_new_tokens: int, repeat
 
     def theirs() -> Rows:
         with torch.inference_mode():
-            return _new(model.generate(ids, **settings), ids)  # type: ignore[operator]
+            return _new(model.generate(ids, **settings), ids)
 
     return _in_turns({"specdec": ours, "transformers": theirs}, repeats)
 
