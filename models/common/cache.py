@@ -21,9 +21,8 @@ __all__ = ["KVCache", "RowState", "clear_row", "copy_row"]
 class _Pass(Protocol):
     """What a cache has to know of a forward pass."""
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """[B, T] int64, per row."""
+    def flat_slots(self, row_starts: torch.Tensor) -> torch.Tensor:
+        """[M] int64 slots of all tokens of the pass, a cache seen as [B * S, HK, D]; `row_starts` as of `KVCache`."""
         ...
 
 
@@ -46,10 +45,10 @@ class _Slots:
 
     @property
     def flat(self) -> torch.Tensor:
-        """[B * T] int64 slots, the cache of a layer seen as [B * S, HK, D]."""
+        """[M] int64 slots of the pass, the cache of a layer seen as [B * S, HK, D]."""
         if self._flat is None:
             assert self._pass is not None, "no pass has begun"
-            self._flat = (self._row_starts + self._pass.slots).flatten()
+            self._flat = self._pass.flat_slots(self._row_starts)
         return self._flat
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModel
 
-from specdec.models.common.passes import PromptPass, TreePass
+from specdec.models.common.passes import PackedPass, PromptPass, TreePass
 
 __all__ = ["ATTENTION_NAME", "FamilyParts", "family_parts", "register_attention"]
 
@@ -100,7 +100,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    specdec_pass: PromptPass | TreePass | None = None,
+    specdec_pass: PackedPass | PromptPass | TreePass | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls while a model is hooked.

@@ -1,6 +1,6 @@
 """The two kinds of forward pass of a hooked model: where its tokens go in the cache and what each of them may see."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from specdec.kernels.common.launch import Backend
 from specdec.kernels.tree_attention import tree_attention
 from specdec.models.common.runs import Run, attend_in_runs, visible_runs
 
-__all__ = ["PromptPass", "TreePass"]
+__all__ = ["PackedPass", "PromptPass", "TreePass"]
 
 
 @dataclass(slots=True)
@@ -39,6 +39,10 @@ class PromptPass:
     def positions(self) -> torch.Tensor:
         """[B, T] int64, position of each token, counted from 0."""
         return self.slots
+
+    def flat_slots(self, row_starts: torch.Tensor) -> torch.Tensor:
+        """As a cache asks."""
+        return (row_starts + self.slots).flatten()
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
@@ -81,6 +85,58 @@ class PromptPass:
             return causal_lower_right(self.num_tokens, end)  # a word for a mask that is not written
 
 
+class PackedPass:
+    """A chunk of the prompts of several rows one behind the other, as if they were one row: no padding is computed.
+
+    Where rows can be attended to one by one at no cost, which is on a CPU.
+
+    Args:
+        start: the chunk's place in the prompts.
+        counts: tokens of each row in the chunk, 0 or more.
+        device: where.
+
+    Attributes:
+        rows: [M] int64 the row of each token.
+        positions: [1, M] int64 its position, counted from 0.
+        ends: [B] int64 places behind each row's last token.
+    """
+
+    def __init__(self, start: int, counts: Sequence[int], device: torch.device) -> None:
+        sizes = torch.tensor(counts, device=device)
+        self.ends = sizes.cumsum(0)
+        self.rows = torch.arange(len(counts), device=device).repeat_interleave(sizes)
+        columns = torch.arange(len(self.rows), device=device) - (self.ends - sizes)[self.rows]
+        self.columns = columns
+        self.positions = (columns + start)[None]
+        self._parts = [(row, PromptPass(start, count, 1, device)) for row, count in enumerate(counts) if count > 0]
+
+    def flat_slots(self, row_starts: torch.Tensor) -> torch.Tensor:
+        """As a cache asks."""
+        return row_starts[self.rows, 0] + self.positions[0]
+
+    def packed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[1, M]: of `tokens [B, T]` of the chunk, right-padded, the real ones."""
+        return tokens[self.rows, self.columns][None]
+
+    def padded(self, states: torch.Tensor, width: int) -> torch.Tensor:
+        """[B, width, C]: `states [1, M, C]` of the tokens in their rows again, zeros behind them."""
+        rows = states.new_zeros(len(self.ends), width, states.shape[2])
+        rows[self.rows, self.columns] = states[0]
+        return rows
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention of `query [1, HQ, M, D]`, each row's to its own slots of `[B, HK, S, D]`; [1, M, HQ, D]."""
+        attended, begin = [], 0
+        for row, part in self._parts:
+            own = query.narrow(2, begin, part.num_tokens)
+            begin += part.num_tokens
+            held = keys.narrow(0, row, 1), values.narrow(0, row, 1)
+            attended.append(part.attend(own, *held, scale=scale, window=window))
+        return torch.cat(attended, 1)
+
+
 @contextmanager
 def _without_plans() -> Iterator[None]:
     """Leave cuDNN's attention out: it builds a plan for every new shape, which takes longer than a short prompt."""
@@ -117,6 +173,10 @@ class TreePass:
             nodes = torch.arange(self.first_node, self.first_node + self.num_nodes, device=self.lengths.device)
             self._slots = self.lengths.long()[:, None] + nodes
         return self._slots
+
+    def flat_slots(self, row_starts: torch.Tensor) -> torch.Tensor:
+        """As a cache asks."""
+        return (row_starts + self.slots).flatten()
 
     @property
     def positions(self) -> torch.Tensor:

@@ -23,7 +23,7 @@ from specdec.kernels.common.launch import Backend, resolve_backend
 from specdec.models.common.cache import KVCache
 from specdec.models.common.family import ATTENTION_NAME, register_attention
 from specdec.models.common.lm_heads import LMHeads
-from specdec.models.common.passes import PromptPass, TreePass
+from specdec.models.common.passes import PackedPass, PromptPass, TreePass
 from specdec.models.common.placing import in_eval_mode
 from specdec.models.common.products import with_few_rows
 from specdec.models.target.families import FAMILIES, check_model, decoder_layers, is_decoder_and_head, sliding_window_of
@@ -37,6 +37,9 @@ __all__ = ["PREFILL_CHUNK_SIZE", "PrefillOutput", "Target", "TargetOutput"]
 T = TypeVar("T")
 PREFILL_CHUNK_SIZE = 2048
 """Prompt tokens per row that one pass reads: enough for full speed, few enough for their states to be small."""
+
+_WORTH_PACKING = 0.8
+"""Share of a chunk that is no padding, below which it is run without."""
 
 _LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 _COMPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -265,12 +268,21 @@ class Target:
         ends: list[Scores] = []
         for first in range(0, tokens.shape[1], chunk_size):
             chunk = tokens[:, first : first + chunk_size]
+            packed = self._packed(chunk, first, lengths)
             # for the rows whose last token lies in this chunk
-            ends.append(self._run_chunk(chunk, first, cache, (last - first).clamp(0, chunk.shape[1] - 1)))
+            ends.append(
+                self._run_chunk(chunk, first, cache, (last - first).clamp(0, chunk.shape[1] - 1))
+                if packed is None
+                else self._run_packed(chunk, packed, cache)
+            )
             if first + chunk_size >= tokens.shape[1]:
                 cache.lengths.copy_(lengths)
             scores = Scores.side_by_side(ends).at((last // chunk_size).clamp(max=len(ends) - 1))
-            yield PrefillOutput(scores, *self._take_states(), first=first)
+            hidden, taps = self._take_states()
+            if packed is not None:
+                width = chunk.shape[1]
+                hidden, taps = packed.padded(hidden, width), tuple(packed.padded(tap, width) for tap in taps)
+            yield PrefillOutput(scores, hidden, taps, first=first)
 
     def read_chunk(self, tokens: torch.Tensor, first: int, cache: KVCache) -> None:
         """Leave the keys and values of a chunk of the prompt in the cache, whose lengths stay.
@@ -282,6 +294,20 @@ class Target:
         """
         self._run_chunk(tokens, first, cache, torch.zeros(len(tokens), dtype=torch.int64, device=self.device))
         self._take_states()
+
+    def _packed(self, chunk: torch.Tensor, first: int, lengths: torch.Tensor) -> PackedPass | None:
+        """How to run a chunk without its padding; None where that is not possible or not worth it."""
+        if self.device.type != "cpu" or self.sharding is not None or not is_decoder_and_head(self.model):
+            return None
+        counts = (lengths - first).clamp(0, chunk.shape[1]).tolist()
+        if sum(counts) > _WORTH_PACKING * chunk.numel() or not sum(counts):
+            return None
+        return PackedPass(first, counts, self.device)
+
+    def _run_packed(self, chunk: torch.Tensor, packed: PackedPass, cache: KVCache) -> Scores:
+        """As `_run_chunk` at the last token of each row; of a row without one in this chunk at any."""
+        scores = self._forward(packed.packed(chunk), packed.positions, packed, cache)
+        return Scores(scores.heads, scores.states[0, (packed.ends - 1).clamp(min=0)][:, None])
 
     def _run_chunk(self, tokens: torch.Tensor, first: int, cache: KVCache, places: torch.Tensor) -> Scores:
         """A pass over tokens `first .. first + n - 1` of the prompt; scores [B, 1] at one of them per row, [B]."""
@@ -326,7 +352,7 @@ class Target:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        model_pass: PromptPass | TreePass,
+        model_pass: PackedPass | PromptPass | TreePass,
         cache: KVCache,
         places: torch.Tensor | None = None,
     ) -> Scores:
