@@ -287,7 +287,16 @@ class Engine:
                         self._pool.advance(is_waiting=bool(self._waiting))
             except Exception as error:
                 _LOG.exception("engine: requests that were running have failed")
-                self._pool.fail(describe(error))
+                self._fail(describe(error))
+
+    def _fail(self, error: str) -> None:
+        """Tell those whose requests ran that something broke; if none ran, the first that waits."""
+        if self._pool.fail(error):
+            return
+        with self._changed:
+            first = self._waiting.popleft() if self._waiting else None
+        if first is not None:
+            first.fail(error)
 
     def _await_work(self) -> bool:
         """Wait for something to do; False once it was closed and nothing is left."""

@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from specdec.loop.decoder import Decoder
 from specdec.loop.graphs import Reader
 from specdec.loop.step import StepOutput
 
-__all__ = ["Counts", "RowPool"]
+__all__ = ["Counts", "RowPool", "describe"]
 
 MOST_TOGETHER = 8
 """Prompts that are read side by side."""
@@ -110,8 +109,9 @@ class RowPool:
     @property
     def tasks(self) -> list[Task]:
         """Those whose prompts are read, and those in rows."""
-        running = [] if self._running is None else [task for _, task in self._running.tasks()]
-        return [*running, *self._again, *([] if self._refill is None else self._refill.tasks)]
+        running, refill = self._running, self._refill  # other threads ask too
+        in_rows = [] if running is None else [task for _, task in running.tasks()]
+        return [*in_rows, *self._again, *([] if refill is None else refill.tasks)]
 
     @property
     def num_rows(self) -> int:
@@ -134,9 +134,8 @@ class RowPool:
             if size not in self._staging:
                 self._staging[size] = RowMemory(self._decoder, size, self._max_length, self._stop_tokens)
             self._refill = Refill(self._staging[size], tasks, self._prefill_tokens)
-        except Exception as error:
-            for task in tasks:
-                task.fail(describe(error))
+        except Exception:
+            self._again = tasks
             raise
         self.counts.num_prompt_tokens += sum(len(task.prompt) for task in tasks)
 
@@ -161,13 +160,13 @@ class RowPool:
             if num_rows < self._running.memory.num_rows:
                 self._change(num_rows)
 
-    def fail(self, error: str) -> None:
-        """Tell all whose requests are here that something broke; the memory is not used again."""
-        tasks = self.tasks
+    def fail(self, error: str) -> int:
+        """Tell all whose requests are here that something broke, and how many they are; drops the memory."""
+        tasks = [task for task in self.tasks if not task.is_done]
         self._drop()
         for task in tasks:
-            if not task.is_done:
-                task.fail(error)
+            task.fail(error)
+        return len(tasks)
 
     @property
     def _captures(self) -> bool:
@@ -323,6 +322,6 @@ class RowPool:
         running.memory.end(row)
 
 
-def describe(value: Any) -> str:
-    """One line of an error."""
-    return " ".join(f"{type(value).__name__}: {value}".split())
+def describe(error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -235,6 +235,21 @@ def test_after_an_error_of_the_model_the_engine_goes_on(monkeypatch, caplog):
     assert "requests that were running have failed" in caplog.text
 
 
+@pytest.mark.parametrize("broken", ["specdec.loop.decoder.Decoder.running", "specdec.loop.decoder.Decoder.lay_out"])
+def test_where_nothing_runs_every_request_fails_and_none_waits_for_ever(broken, monkeypatch):
+    model = build_target()
+    with an_engine(model) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, lambda *args: 1 / 0)
+            handles = [engine.submit(prompt, max_new_tokens=count) for prompt, count in requests()]
+            for handle in handles:
+                with pytest.raises(RequestFailedError, match="ZeroDivisionError"):
+                    handle.result(PATIENCE)
+        prompt, count = requests()[0]
+        assert engine.submit(prompt, max_new_tokens=count).result(PATIENCE).tokens == alone(model, prompt, count)
+        assert engine.stats().num_finished == {"failed": 14, "length": 1}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
