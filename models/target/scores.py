@@ -63,7 +63,7 @@ class Scores:
         """[B, M] or [B, 1] bool: whether a logit of the place, or of any place of the row, is NaN."""
         if self._unwritten is not None:
             return self._unwritten.has_nan
-        if "best" in vars(self):  # a NaN is the best of all
+        if "best" in vars(self) or self.logits.device.type == "cpu":  # a NaN is the best of all
             return torch.isnan(self.logits.gather(2, self.best.long()[..., None]))[..., 0]
         # a sum is NaN if a summand is; in fp32 finite logits cannot overflow it to inf - inf
         return torch.isnan(self.logits.sum((1, 2), dtype=torch.float32))[:, None]

@@ -137,6 +137,7 @@ class Generation:
         with self.timer.phase("score"):
             output = self.target.score(tree.tokens, tree.depth, tree.ancestors, state.cache)
             scores = self._scores(output)
+            has_nan = scores.has_nan
         with self.timer.phase("verify"):
             processed = self._process(scores, tree)
             limits = Limits(state.budget, self.stop_tokens, self.target.backend)
@@ -144,7 +145,7 @@ class Generation:
         with self.timer.phase("commit"):
             state.cache.compact(verdict.path, verdict.num_accepted)
             self.drafter.commit(verdict, output)
-            state.emit(verdict, tree.deepest, scores.has_nan, self.stop_tokens, grows=True)
+            state.emit(verdict, tree.deepest, has_nan, self.stop_tokens, grows=True)
         return StepOutput(verdict.path, scores, processed, tree)
 
     def _scores(self, output: TargetOutput | PrefillOutput) -> Scores:

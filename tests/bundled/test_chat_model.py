@@ -20,8 +20,8 @@ from specdec.bundled import chat_model, convert, load
 from specdec.bundled import wheel as wheels
 from specdec.bundled.chat_model import SMOLLM2, cached, model_folder
 from specdec.bundled.wheel import fetch_wheel
-from specdec.commands import options
 from specdec.commands.cli import main
+from specdec.commands.common import options
 from specdec.common.files import cache_folder, file_sha256
 
 
