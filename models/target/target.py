@@ -297,7 +297,8 @@ class Target:
 
     def _packed(self, chunk: torch.Tensor, first: int, lengths: torch.Tensor) -> PackedPass | None:
         """How to run a chunk without its padding; None where that is not possible or not worth it."""
-        if self.device.type != "cpu" or self.sharding is not None or not is_decoder_and_head(self.model):
+        asking_is_free = self.device.type == "cpu" and self.backend == "reference"
+        if not asking_is_free or self.sharding is not None or not is_decoder_and_head(self.model):
             return None
         counts = (lengths - first).clamp(0, chunk.shape[1]).tolist()
         if sum(counts) > _WORTH_PACKING * chunk.numel() or not sum(counts):

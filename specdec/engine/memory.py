@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec.drafting.base import Room
+from specdec.drafting.planning import Planner
 from specdec.loop.captured import CapturedStep
 from specdec.loop.decoder import Decoder
 from specdec.loop.processing import Processing
@@ -97,7 +98,14 @@ class RowMemory:
                 self._captured |= {} if step is None else {mode: step}
         for row in range(num_rows if self._captured else 0):  # what was captured has run on them
             self.clean(row)
-        self.planner = self.drafter.planner()
+        self.planner = Planner()
+
+    def begin_steps(self) -> None:
+        """Rows that were decoded elsewhere go on here; where prompts are read alone nothing is planned.
+
+        The planner may be that of another memory with as many rows, which must not step any more.
+        """
+        self.planner = self.drafter.planner(is_moved=True)
 
     @property
     def modes(self) -> frozenset[bool]:

@@ -210,7 +210,7 @@ class RowPool:
         memory = self._memories.pop(num_rows, None)
         if memory is None or not (memory.modes >= modes or not self._captures):
             memory = RowMemory(self._decoder, num_rows, self._max_length, self._stop_tokens, modes)
-        memory.planner = memory.drafter.planner(is_moved=True)
+        memory.begin_steps()
         rows: list[Task | None] = [None] * num_rows
         running = _Running(memory, rows)
         if before is not None:

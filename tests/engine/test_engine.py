@@ -11,6 +11,8 @@ import specdec
 from lib.engine_requests import PATIENCE, alone, requests
 from lib.law_drafters import DRAFTERS, build_target, make_drafter
 from specdec.common.randomness import Uniforms
+from specdec.drafters.union.union import Union
+from specdec.engine.pool import RowPool
 from specdec.engine.requests import EngineClosedError, QueueFullError, RequestFailedError
 from specdec.engine.settings import RequestSettings
 from specdec.kernels.sample_probs import WarpSettings
@@ -309,6 +311,19 @@ def test_trees_are_cut_to_what_pays_with_the_rows_that_run():
         assert one.tokens == alone(model, prompt, 64)
         handles = [engine.submit(prompt, max_new_tokens=64) for _ in range(8)]
         assert {tuple(handle.result(PATIENCE).tokens) for handle in handles} == {tuple(one.tokens)}
+
+
+def test_reading_prompts_disturbs_no_planner(monkeypatch):
+    """Memories of as many rows share one, which begins anew when rows move to another memory and at no other time."""
+    begun, planner, change = [], Union.planner, RowPool._change
+    monkeypatch.setattr(Union, "planner", lambda self, **how: (begun.append(how), planner(self, **how))[1])
+    monkeypatch.setattr(RowPool, "_change", lambda self, *args: (begun.append("change"), change(self, *args))[1])
+    model = build_target()
+    with an_engine(model, make_drafter("union, sized")) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=count) for prompt, count in requests()]
+        assert all(handle.result(PATIENCE) for handle in handles)
+    assert len(begun) > 3
+    assert begun == ["change", {"is_moved": True}] * (len(begun) // 2)
 
 
 def test_many_threads_submit_and_other_calls_wait_for_the_model():
