@@ -57,7 +57,10 @@ def test_a_tree_is_scored_by_the_kernels_as_by_the_stock_layers(family, generato
     assert target.fused
     _, got, cache = score(target, prompts, tree_tokens)
     torch.testing.assert_close(got.logits, expected.logits, atol=5e-5, rtol=1e-5)
-    torch.testing.assert_close(cache.data, expected_cache.data, atol=5e-5, rtol=1e-5)
+    for row, prompt in enumerate(prompts):  # one of them has read the prompts without their padding
+        held = slice(0, len(prompt) + tree_tokens.shape[1])
+        one, other = cache.data[:, :, row, held], expected_cache.data[:, :, row, held]
+        torch.testing.assert_close(one, other, atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
