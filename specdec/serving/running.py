@@ -14,11 +14,12 @@ from specdec.engine.engine import Engine
 __all__ = ["listening_socket", "run_server"]
 
 _LOG = logging.getLogger("specdec")
+_BACKLOG = 2048  # connections that may wait to be taken
 _RETURN_SECONDS = 10  # that cancelled requests have to tell what they got
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound.
+    """A socket that is bound and listens: clients that come from now on wait until a server takes it over.
 
     Args:
         host: an address of this machine.
@@ -32,6 +33,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
+        bound.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         bound.close()
         raise OSError(f"--host, --port: expected an address that is free, got {host}:{port}: {error}") from None
