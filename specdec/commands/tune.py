@@ -84,7 +84,7 @@ def _prompts(
     """The texts to measure acceptance on, those left out that are too long for the context."""
     import torch
 
-    from specdec.training.distill.prompts import read_prompts
+    from specdec.jobs.prompts import read_prompts
 
     prompts = [tokenizer(text, return_tensors="pt").input_ids[0].long() for text in options.prompt or ()]
     if options.prompts is not None:

@@ -296,7 +296,7 @@ class Engine:
         with self._changed:
             first = self._waiting.popleft() if self._waiting else None
         if first is not None:
-            first.fail(error)
+            first.fail(error, is_alone=False)
 
     def _await_work(self) -> bool:
         """Wait for something to do; False once it was closed and nothing is left."""

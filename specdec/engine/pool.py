@@ -165,7 +165,7 @@ class RowPool:
         tasks = [task for task in self.tasks if not task.is_done]
         self._drop()
         for task in tasks:
-            task.fail(error)
+            task.fail(error, is_alone=False)
         return len(tasks)
 
     @property

@@ -35,7 +35,15 @@ class EngineClosedError(RuntimeError):
 
 
 class RequestFailedError(RuntimeError):
-    """The request failed; others go on."""
+    """The request failed.
+
+    Attributes:
+        is_alone: whether the others that ran go on; otherwise the model failed for all of them.
+    """
+
+    def __init__(self, message: str, *, is_alone: bool = True) -> None:
+        super().__init__(message)
+        self.is_alone = is_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class _Progress:
     num_taken: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     result: RequestResult | None = None
-    error: str | None = None
+    error: RequestFailedError | None = None
 
 
 class Handle:
@@ -163,7 +171,8 @@ class Handle:
             if not ended:
                 raise TimeoutError(f"timeout: expected the end of request {self.id} within {timeout} s")
             if progress.result is None:
-                raise RequestFailedError(progress.error)
+                assert progress.error is not None
+                raise RequestFailedError(*progress.error.args, is_alone=progress.error.is_alone)
             return progress.result
 
     def cancel(self) -> None:
@@ -191,7 +200,7 @@ class Handle:
             self._changed.notify_all()
         self._tell()
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: RequestFailedError) -> None:
         """For the engine: it has failed."""
         with self._changed:
             self._progress.error = error

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.engine.memory import RowReport
-from specdec.engine.requests import FinishReason, Handle, RequestResult, TokenLogprobs
+from specdec.engine.requests import FinishReason, Handle, RequestFailedError, RequestResult, TokenLogprobs
 from specdec.engine.stops import StopSearch
 from specdec.loop.stats import AcceptanceStats
 
@@ -103,11 +103,11 @@ class Task:
         total = 1e3 * (now - since)
         self.handle.finish(RequestResult(self._tokens, reason, string, stats, self.logprobs, begin, first, total))
 
-    def fail(self, error: str) -> None:
-        """Tell the caller that nothing will come of it."""
+    def fail(self, error: str, *, is_alone: bool = True) -> None:
+        """Tell the caller that nothing will come of it; `is_alone` as `RequestFailedError`."""
         self.is_done = True
         self._tell_of_end("failed", self._stats())
-        self.handle.fail(error)
+        self.handle.fail(RequestFailedError(error, is_alone=is_alone))
 
     def _stats(self) -> AcceptanceStats:
         return AcceptanceStats([self.num_emitted], [self.deepest], True, {}, len(self.num_emitted))

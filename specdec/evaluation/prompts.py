@@ -32,8 +32,8 @@ from specdec.training.data.left_out import LeftOut, Reason
 from specdec.training.data.rows import PlainText, parse_row, system_of
 from specdec.training.data.samples import MalformedError, UnusableError
 
-__all__ = ["NotAsked", "Question", "QuestionSet", "conversation_prompt", "first_turns", "read_question_set"]
-__all__ += ["read_questions", "split_by_length"]
+__all__ = ["NotAsked", "Question", "QuestionSet", "conversation_prompt", "first_turns", "name_of_row", "parse_question"]
+__all__ += ["read_question_set", "read_questions", "split_by_length"]
 
 _NAMES = ("question_id", "task_id", "id")
 _STAND_IN = "."  # for an answer that is not there yet
@@ -116,7 +116,7 @@ def read_question_set(source: str | Path, name: str | None = None) -> QuestionSe
     left_out, found, num_rows = LeftOut(source), [], 0
     for num_rows, (place, row) in enumerate(rows_of(source, texts=True), start=1):
         try:
-            found.append(_question(row, str(num_rows)))
+            found.append(parse_question(row, str(num_rows)))
         except UnusableError as error:
             if isinstance(error, MalformedError):
                 raise ValueError(f"{source}{place}: expected turns or another form, got a row {error}") from error
@@ -244,8 +244,12 @@ def split_by_length(
     return fitting, not_asked
 
 
-def _question(row: Mapping[str, Any], name: str) -> Question:
+def parse_question(row: Mapping[str, Any], name: str) -> Question:
     """The question of a row.
+
+    Args:
+        row: what a file or data set has.
+        name: where the row has none.
 
     Raises:
         MalformedError: it is of no known form.
@@ -262,10 +266,14 @@ def _question(row: Mapping[str, Any], name: str) -> Question:
             "that is a placeholder for a text of another data set",
             "NVIDIA's prepare.py of SPEED-Bench puts the texts in",
         )
-    name = next((str(row[key]) for key in _NAMES if row.get(key) is not None), name)
     category = row.get("category")
     system = system if isinstance(system, str) and system.strip() else ""
-    return Question(name, "" if category is None else str(category), tuple(turns), system)
+    return Question(name_of_row(row) or name, "" if category is None else str(category), tuple(turns), system)
+
+
+def name_of_row(row: Mapping[str, Any]) -> str | None:
+    """By what its file knows a row; None where it does not."""
+    return next((str(row[key]) for key in _NAMES if row.get(key) is not None), None)
 
 
 def _asked(row: Mapping[str, Any], system: Any) -> tuple[list[str], Any]:

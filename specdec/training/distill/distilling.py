@@ -1,24 +1,22 @@
-"""`specdec distill`: prompts to a file of texts that the target wrote, by one process or many, and after interruptions.
-
-Every text has a random seed of its own, and which prompts are answered together is settled before the first one is: so
-an interrupted run goes on where it stopped, several processes write what one would, and the file is the same.
-"""
+"""`specdec distill`: prompts to a file of texts that the target wrote, as drafters learn from them."""
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.drafters.load import load_drafter
+from specdec.common.checks import check_at_least
 from specdec.drafting.base import Drafter
+from specdec.engine.engine import Engine
+from specdec.jobs.conversations import Conversation, Terms, room_for
+from specdec.jobs.plan import Plan
+from specdec.jobs.prompts import Prompt, Turns, read_prompts
+from specdec.jobs.running import Record, Text, sampling
+from specdec.jobs.writing import EngineWriter, write_file
 from specdec.models.target.target import Target
-from specdec.training.distill.parts import Parts, processes
-from specdec.training.distill.plan import Plan
-from specdec.training.distill.progress import WritingProgress
-from specdec.training.distill.prompts import Prompt, Turns, read_prompts
-from specdec.training.distill.self_prompts import SelfPrompts, UserTurn, draw_prompts
-from specdec.training.distill.writing import Writer
+from specdec.training.distill.self_prompts import SelfPrompts, UserTurn, drawn_prompt
 
 __all__ = ["distill"]
 
@@ -44,21 +42,21 @@ def distill(
 
     Lines have the exact `tokens` and say which of them the target wrote: those from `prompt_length` on, beside `prompt`
     and `completion`; or the `spans` of a conversation of several answers, beside its `messages`. They are in the order
-    of the prompts. Under torchrun the batches are divided over the processes, each of which holds the whole target.
+    of the prompts. Under torchrun the texts are divided over the processes, each of which holds the whole target.
 
     Args:
         target: the target.
         tokenizer: its tokenizer.
         data: JSON lines: `{"prompt"}`, `{"text"}`, or conversations; None for `self_prompts` alone.
         output: JSON lines. What is there already is not written again; nothing else changes before the end, when all
-            parts (see `parts.py`) become one file.
+            parts (see `specdec.jobs.parts`) become one file.
         self_prompts: prompts that the target makes up, behind those of the data.
         turns: `"all"`: the target writes every answer of a conversation, each after its own earlier ones; `"last"`:
             only the last one, after those that were given.
         max_new_tokens: most tokens of an answer; fewer where the target ends it, or where its context does.
         temperatures: texts take them in turn; 0 is greedy.
-        batch_size: texts written at a time.
-        drafter: speeds the writing up; it does not change the texts' law. As for `specdec.generate`.
+        batch_size: texts written side by side.
+        drafter: speeds the writing up; it does not change the texts' law. As for `specdec.Engine`.
         chat_template: Jinja template for conversations; the tokenizer's own by default.
         seed: of sampling.
 
@@ -72,39 +70,45 @@ def distill(
         NotImplementedError: several processes that share one target.
     """
     target = target if isinstance(target, Target) else Target(target)
-    if target.sharding is not None:
-        raise NotImplementedError("target: expected a whole one in every process, got one that is sharded over them")
-    if data is None and self_prompts is None:
-        raise ValueError("data: expected a file, self_prompts or both, got neither")
-    user_turn = None if self_prompts is None else UserTurn.of(tokenizer, chat_template)
-    prompts, num_refused = _read(target, tokenizer, data, turns, chat_template)
-    if self_prompts is not None and user_turn is not None:
-        first = len(prompts) + num_refused
-        prompts += [Prompt(first + i, user_turn.head, is_self_made=True) for i in range(self_prompts.count)]
+    _check(target, turns, max_new_tokens, temperatures, batch_size, seed)
+    prompts, num_refused, user_turn = _prompts(target, tokenizer, data, self_prompts, turns, chat_template)
     usable = [prompt for prompt in prompts if len(prompt.tokens) < target.max_positions]
-    plan = Plan(usable, max_new_tokens, temperatures, batch_size, seed, self_prompts)
-    output = Path(output)
-    with processes() as crew:
-        parts = Parts(output, crew.rank)
-        present = parts.read()
-        plan.check(present)
-        crew.wait()  # until all have read: what others append from here on is not present for anybody
-        writer = Writer(target, tokenizer, chat_template, load_drafter(drafter, target), max_new_tokens, seed)
-        batches = [
-            [one for one in batch if one.index not in present] for batch in plan.batches()[crew.rank :: crew.count]
-        ]
-        with parts.appending() as append, WritingProgress(sum(map(len, batches)), crew.rank, crew.count) as progress:
-            for batch in filter(None, batches):
-                asked = batch
-                if self_prompts is not None and user_turn is not None:
-                    asked = draw_prompts(writer, batch, user_turn, self_prompts)
-                texts = writer.answer(asked, plan.temperature(batch[0]))
-                append(plan.line(prompt, text.record()) for prompt, text in zip(batch, texts, strict=True))
-                progress.advance([text.num_written for text in texts])
-        crew.wait()
-        if crew.rank == 0:
-            parts.merge()
-        crew.wait()
+    terms = Terms(
+        tokenizer=tokenizer,
+        stop_tokens=frozenset(target.stop_tokens),
+        room=room_for(usable, max_new_tokens, target.max_positions),
+        max_new_tokens=max_new_tokens,
+        chat_template=chat_template,
+        seed=seed,
+    )
+
+    def temperature(prompt: Prompt) -> float:
+        return float(temperatures[prompt.index % len(temperatures)])
+
+    def settings(prompt: Prompt) -> dict[str, Any]:
+        """What decides a text beside its prompt."""
+        record = {"max_new_tokens": max_new_tokens, "temperature": temperature(prompt)}
+        if prompt.is_self_made or record["temperature"]:
+            record["seed"] = seed + prompt.index
+        if prompt.is_self_made and self_prompts is not None:
+            record |= {"prompt_temperature": self_prompts.temperature, "prompt_tokens": self_prompts.max_tokens}
+        return record
+
+    plan = Plan(usable, settings)
+
+    def text_of(prompt: Prompt) -> Text[Record]:
+        asked = prompt
+        if prompt.is_self_made and self_prompts is not None and user_turn is not None:
+            asked = yield from drawn_prompt(terms, prompt, user_turn, self_prompts)
+        conversation = Conversation(terms, asked)
+        yield from conversation.written(sampling(temperature(prompt)))
+        return plan.line(prompt, conversation.record())
+
+    def open_writer() -> EngineWriter:
+        engine = Engine(target, drafter, tokenizer=tokenizer, max_rows=batch_size, max_length=terms.room)
+        return EngineWriter(engine, text_of)
+
+    present = write_file(plan, Path(output), open_writer, _num_written)
     counts = {
         "written": len(usable) - len(present),
         "present": len(present),
@@ -114,12 +118,53 @@ def distill(
     return counts
 
 
-def _read(
-    target: Target, tokenizer: PreTrainedTokenizerBase, data: str | Path | None, turns: Turns, chat_template: str | None
-) -> tuple[list[Prompt], int]:
-    """The prompts of the data, and how many were refused; none without data."""
+def _check(
+    target: Target, turns: str, max_new_tokens: int, temperatures: Sequence[float], batch_size: int, seed: int
+) -> None:
+    """Raise for bad arguments of `distill`."""
+    if target.sharding is not None:
+        raise NotImplementedError("target: expected a whole one in every process, got one that is sharded over them")
     if turns not in ("all", "last"):
         raise ValueError(f"turns: expected 'all' or 'last', got {turns!r}")
-    if data is None:
-        return [], 0
-    return read_prompts(Path(data), tokenizer, vocab_size=target.vocab_size, chat_template=chat_template, turns=turns)
+    check_at_least(1, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
+    check_at_least(0, {"seed": seed})
+    if not temperatures or min(temperatures) < 0:
+        raise ValueError(f"temperatures: expected one or more of at least 0, got {list(temperatures)}")
+
+
+def _prompts(
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    data: str | Path | None,
+    self_prompts: SelfPrompts | None,
+    turns: Turns,
+    chat_template: str | None,
+) -> tuple[list[Prompt], int, UserTurn | None]:
+    """What is answered, how many rows were refused, and with prompts to make up what they begin with."""
+    if data is None and self_prompts is None:
+        raise ValueError("data: expected a file, self_prompts or both, got neither")
+    user_turn = None if self_prompts is None else UserTurn.of(tokenizer, chat_template)
+    prompts: list[Prompt] = []
+    refused: dict[int, str] = {}
+    if data is not None:
+        prompts, refused = read_prompts(
+            Path(data), tokenizer, vocab_size=target.vocab_size, chat_template=chat_template, turns=turns
+        )
+    if self_prompts is not None and user_turn is not None:
+        first = len(prompts) + len(refused)
+        length = user_turn.length + self_prompts.max_tokens
+        if length > target.max_positions:
+            raise ValueError(
+                f"prompt_tokens: expected at most {target.max_positions - user_turn.length}, for which the target has "
+                f"room, got {self_prompts.max_tokens}"
+            )
+        prompts += [
+            Prompt(first + i, user_turn.head, is_self_made=True, length=length) for i in range(self_prompts.count)
+        ]
+    return prompts, len(refused), user_turn
+
+
+def _num_written(record: Record) -> int:
+    """Tokens of a line that the target wrote."""
+    spans = record.get("spans") or [(record.get("prompt_length", 0), len(record["tokens"]))]
+    return sum(last - first for first, last in spans)

@@ -4,18 +4,19 @@ Source: Magpie (arXiv:2406.08464), section 2. Here a turn that does not end, or 
 again, each time with a seed of its own, so that a prompt depends on its index and the run's seed alone.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from specdec.common.checks import check_at_least
+from specdec.jobs.conversations import Terms
+from specdec.jobs.prompts import Prompt
+from specdec.jobs.running import Ask, Text, sampling
 from specdec.training.data.chat_templates import ChatTemplate
 from specdec.training.data.samples import UnusableError
-from specdec.training.distill.prompts import Prompt
-from specdec.training.distill.writing import Writer, continue_prompts
 
-__all__ = ["SelfPrompts", "UserTurn", "draw_prompts"]
+__all__ = ["SelfPrompts", "UserTurn", "drawn_prompt"]
 
 MAX_DRAWS = 64
 """Draws of one prompt after which the model is taken for one that asks no questions."""
@@ -55,11 +56,13 @@ class UserTurn:
         head: ids of everything that the template puts before the user's text.
         end_token: the special token that ends the turn; None if a text does.
         end_text: that text, such as `[/INST]`.
+        length: tokens of a prompt of one token.
     """
 
     head: tuple[int, ...]
     end_token: int | None
     end_text: str
+    length: int
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> "UserTurn":
@@ -83,52 +86,38 @@ class UserTurn:
             )
         first = tokenizer(after, add_special_tokens=False).input_ids[0]
         is_special = first in _special_tokens(tokenizer)
-        return cls(tuple(head), first if is_special else None, after.strip())
+        length = len(template.prompt([{"role": "user", "content": "."}]))
+        return cls(tuple(head), first if is_special else None, after.strip(), length)
 
 
-def draw_prompts(writer: Writer, prompts: Sequence[Prompt], turn: UserTurn, how: SelfPrompts) -> list[Prompt]:
-    """Let the target make up those of the prompts that are to be self-made; the others stay as they are.
+def drawn_prompt(terms: Terms, prompt: Prompt, turn: UserTurn, how: SelfPrompts) -> Text[Prompt]:
+    """Let the target make up a prompt.
 
     Raises:
-        ValueError: one of them was drawn `MAX_DRAWS` times in vain.
+        ValueError: it was drawn `MAX_DRAWS` times in vain.
     """
-    made = {prompt.index: prompt for prompt in prompts if not prompt.is_self_made}
-    num_drawn = 0
-    ends = None if turn.end_token is None else {*writer.target.stop_tokens, turn.end_token}
-    stop = {} if turn.end_token is not None else {"stop_strings": [turn.end_text], "tokenizer": writer.tokenizer}
-    while missing := [prompt for prompt in prompts if prompt.index not in made]:
-        if num_drawn >= MAX_DRAWS:
-            raise ValueError(
-                f"self_prompts: expected the target to write a user's turn of at most {how.max_tokens} tokens, "
-                f"got none in {num_drawn} draws; is it a chat model, and the chat template its own?"
-            )
-        # a batch of few takes no less time than a full one: draw each several times at once, and take the first
-        draws = min(max(1, len(prompts) // len(missing)), MAX_DRAWS - num_drawn)
-        rows = [(prompt, num_drawn + draw) for prompt in missing for draw in range(draws)]
-        texts = continue_prompts(
-            writer.target,
-            [turn.head] * len(rows),
-            how.max_tokens,
-            drafter=writer.drafter,
-            temperature=how.temperature,
-            seeds=[writer.seed_of(prompt, _FIRST_DRAW + draw) for prompt, draw in rows],
-            ends=ends,
-            **stop,
-        )
-        for (prompt, _), tokens in zip(rows, texts, strict=True):
-            drawn = _prompt(writer, prompt, turn, tokens)
-            if drawn is not None:
-                made.setdefault(prompt.index, drawn)
-        num_drawn += draws
-    return [made[prompt.index] for prompt in prompts]
+    settings: dict[str, Any] = {"max_new_tokens": how.max_tokens, **sampling(how.temperature)}
+    if turn.end_token is None:
+        settings["stop_strings"] = [turn.end_text]
+    else:
+        settings["eos_token_id"] = sorted({*terms.stop_tokens, turn.end_token})
+    for draw in range(MAX_DRAWS):
+        result = yield Ask(turn.head, settings | {"seed": terms.seed_of(prompt, _FIRST_DRAW + draw)})
+        drawn = _prompt(terms, prompt, turn, result.tokens)
+        if drawn is not None:
+            return drawn
+    raise ValueError(
+        f"self_prompts: expected the target to write a user's turn of at most {how.max_tokens} tokens, "
+        f"got none in {MAX_DRAWS} draws; is it a chat model, and the chat template its own?"
+    )
 
 
-def _prompt(writer: Writer, prompt: Prompt, turn: UserTurn, tokens: list[int]) -> Prompt | None:
+def _prompt(terms: Terms, prompt: Prompt, turn: UserTurn, tokens: list[int]) -> Prompt | None:
     """A drawn turn as a prompt; None if it has not ended, says nothing, or holds special tokens."""
-    tokenizer = writer.tokenizer
+    tokenizer = terms.tokenizer
     if turn.end_token is not None:
         *body, last = tokens
-        has_ended = last == turn.end_token or last in writer.target.stop_tokens
+        has_ended = last == turn.end_token or last in terms.stop_tokens
         text = tokenizer.decode(body)
     else:
         body = tokens
@@ -137,8 +126,8 @@ def _prompt(writer: Writer, prompt: Prompt, turn: UserTurn, tokens: list[int]) -
     if not has_ended or not text.strip() or not _special_tokens(tokenizer).isdisjoint(body):
         return None
     message = {"role": "user", "content": text.strip()}
-    ids = ChatTemplate(tokenizer, writer.chat_template).prompt([message])
-    return replace(prompt, tokens=tuple(ids), turns=((message,),)) if len(ids) < writer.room else None
+    ids = ChatTemplate(tokenizer, terms.chat_template).prompt([message])
+    return replace(prompt, tokens=tuple(ids), turns=((message,),)) if len(ids) < terms.room else None
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from lib.chat_data import CALLING, SAMPLES, byte_tokenizer, learnt, read, template_text
+from specdec.jobs.prompts import read_prompts
 from specdec.training.data import read_samples
-from specdec.training.distill.prompts import read_prompts
 
 END = "<|im_end|>"
 

@@ -1,7 +1,7 @@
 """How far the writing is, on stderr: a bar on a terminal, a line now and then elsewhere."""
 
 import time
-from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
@@ -23,7 +23,7 @@ class WritingProgress:
 
     def __init__(self, num_texts: int, rank: int = 0, count: int = 1) -> None:
         console = Console(stderr=True)
-        self._total = num_texts
+        self._total, self._rank = num_texts, rank
         self._name = "the target writes" if count == 1 else f"the target writes (process 1 of {count})"
         self._console = console if rank == 0 and not console.is_terminal else None
         columns = (TextColumn(self._name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -43,17 +43,27 @@ class WritingProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take it away."""
+        """Take it away; after an error say what is kept."""
         self._bar.stop()
+        if error is not None and self._rank == 0:
+            kept = f"{self._done} of {self._total} texts are kept; the same command goes on with the others"
+            self._bar.console.print(f"{self._name}: {kept}", highlight=False, soft_wrap=True)
 
-    def advance(self, num_tokens: Sequence[int]) -> None:
-        """Count texts with their numbers of written tokens."""
+    def begin(self) -> None:
+        """Time begins to count: what is to write is there."""
+        self._began = self._last_line = time.monotonic()
+
+    def advance(self, num_tokens: int) -> None:
+        """Count a text with its number of written tokens."""
         now = time.monotonic()
-        self._done += len(num_tokens)
-        self._num_tokens += sum(num_tokens)
-        speed = f"{self._num_tokens / max(now - self._began, 1e-9):.0f} tokens/s"
-        self._bar.update(self._task, advance=len(num_tokens), speed=speed)
+        self._done += 1
+        self._num_tokens += num_tokens
+        seconds = max(now - self._began, 1e-9)
+        speed = f"{self._num_tokens / seconds:.0f} tokens/s"
+        self._bar.update(self._task, advance=1, speed=speed)
         is_due = now - self._last_line >= SECONDS_BETWEEN_LINES or self._done == self._total
         if self._console is not None and is_due:
-            self._console.print(f"{self._name}: {self._done}/{self._total} texts, {speed}", highlight=False)
+            left = timedelta(seconds=round(seconds / self._done * (self._total - self._done)))
+            text = f"{self._name}: {self._done}/{self._total} texts, {speed}, {left} left"
+            self._console.print(text, highlight=False, soft_wrap=True)
             self._last_line = now

@@ -67,15 +67,19 @@ class Parts:
     def read(self) -> dict[int, tuple[Path, dict[str, Any]]]:
         """All lines that are there, by index, and where; what a crash left of a line is passed over.
 
+        Of two lines of an index the first one without an `"error"` counts.
+
         Raises:
-            ValueError: a line that `distill` did not write.
+            ValueError: a line that no job wrote.
         """
         found: dict[int, tuple[Path, dict[str, Any]]] = {}
         for path in [self.output, *self._all()]:
             for line in _whole_lines(path):
                 try:
                     record = json.loads(line)
-                    found.setdefault(int(record["index"]), (path, record))
+                    index = int(record["index"])
+                    if index not in found or "error" in found[index][1]:
+                        found[index] = path, record
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(
                         f"output: expected a new file or one of the same prompts, got {path} with other lines"
