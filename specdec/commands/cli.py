@@ -9,7 +9,21 @@ import sys
 from collections.abc import Sequence
 
 from specdec import __version__
-from specdec.commands import chat, data, demo, distill, evaluate, generate, report, serve, train, train_smollm2, tune
+from specdec.commands import (
+    batch,
+    chat,
+    data,
+    demo,
+    distill,
+    evaluate,
+    generate,
+    report,
+    serve,
+    train,
+    train_smollm2,
+    tune,
+)
+from specdec.jobs.interruption import Terminated
 
 __all__ = ["main"]
 
@@ -20,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
     try:
         return int(options.run(options))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        return 143 if isinstance(error, Terminated) else 130
     except (TypeError, ValueError, OSError, NotImplementedError, RuntimeError) as error:
         if options.verbose:
             raise
@@ -35,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log decisions and show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (demo, generate, chat, serve, evaluate, report, tune, data, distill, train, train_smollm2):
+    for module in (demo, generate, chat, batch, serve, evaluate, report, tune, data, distill, train, train_smollm2):
         module.add_to(commands)
     return parser
 
