@@ -52,6 +52,8 @@ def _run(options: argparse.Namespace) -> int:
     from specdec.jobs.batch import BatchSettings, answer_file
 
     check_positive(options, "max_rows", "prefill_tokens")
+    if options.ray is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("--ray: expected one process, whose workers Ray starts, got several of torchrun's")
     settings = BatchSettings(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -87,8 +89,6 @@ def _writer(options: argparse.Namespace, settings: "BatchSettings", room: int) -
     """Writes answers of at most `room` tokens, here or through Ray."""
     if options.ray is None:
         return _engine_writer(options, settings, room)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("--ray: expected one process, whose workers Ray starts, got several of torchrun's")
     ray_writer = _ray_writer_class()
     return ray_writer(  # type: ignore[no-any-return]
         functools.partial(_engine_writer, options, settings, room),

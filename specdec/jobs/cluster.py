@@ -10,7 +10,7 @@ import ray
 
 __all__ = ["connect", "shares"]
 
-_CONNECT_SECONDS = 20
+CONNECT_SECONDS = 20
 _PROBE = """
 import sys
 import ray
@@ -46,10 +46,10 @@ def _probe(address: str) -> None:
     message = f"--ray: expected the address of a Ray cluster, got {address!r}, "
     try:
         run = subprocess.run(
-            [sys.executable, "-c", _PROBE, address], capture_output=True, text=True, timeout=_CONNECT_SECONDS
+            [sys.executable, "-c", _PROBE, address], capture_output=True, text=True, timeout=CONNECT_SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise ConnectionError(f"{message}which does not answer within {_CONNECT_SECONDS} s") from None
+        raise ConnectionError(f"{message}which does not answer within {CONNECT_SECONDS} s") from None
     if run.returncode:
         raise ConnectionError(f"{message}which refuses: {run.stderr.strip().splitlines()[-1]:.300}")
 

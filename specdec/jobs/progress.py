@@ -46,7 +46,7 @@ class WritingProgress:
         """Take it away; after an error say what is kept."""
         self._bar.stop()
         if error is not None and self._done and self._rank == 0:
-            kept = f"{self._done} of {self._total} texts are kept; the same command goes on with the others"
+            kept = "texts that were written are kept; the same command goes on with the others"
             self._bar.console.print(f"{self._name}: {kept}", highlight=False, soft_wrap=True)
 
     def begin(self) -> None:

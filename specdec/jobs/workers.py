@@ -24,7 +24,9 @@ from specdec.jobs.writing import Writer
 
 __all__ = ["RayWriter"]
 
-_MOST_RESTARTS = 3  # of a worker; one that finds no memory is lost again and again
+MOST_RESTARTS = 3
+"""Of a worker; one that finds no memory is lost again and again."""
+
 _BLOCKS_AT_A_TIME = 2  # of a worker: the second one fills the rows that the first one leaves
 
 
@@ -67,7 +69,7 @@ class RayWriter:
         """
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars, context.print_on_execution_start = False, False
-        starts = ray.remote(num_cpus=0)(_Starts).remote(self._num_workers * (1 + _MOST_RESTARTS))
+        starts = ray.remote(num_cpus=0)(_Starts).remote(self._num_workers * (1 + MOST_RESTARTS))
         rows = [{"prompt": pickle.dumps(prompt)} for prompt in prompts]
         workers = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // self._num_texts)).map_batches(
             _Worker,
@@ -113,7 +115,7 @@ class _Worker:
 
     def __init__(self, open_writer: Callable[[], AbstractContextManager[Writer]], starts: Any) -> None:
         if not ray.get(starts.take.remote()):
-            raise RuntimeError(f"workers were lost {_MOST_RESTARTS} times each; is there memory for the model?")
+            raise RuntimeError("workers were lost again and again; is there memory for the model?")
         self._writer = open_writer().__enter__()  # ends with the process
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The endpoint as a Ray Serve deployment: replicas, each with an engine of its own. Needs the extra `ray`."""
 
+import logging
 import signal
 import threading
 from collections.abc import Callable
@@ -58,6 +59,7 @@ def run_replicas(
         graceful_shutdown_timeout_s=grace_seconds + _RETURN_SECONDS,
         max_constructor_retry_count=1,
     )
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     over = threading.Event()
     before = {number: signal.signal(number, lambda *_: over.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
