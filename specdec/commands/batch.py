@@ -5,7 +5,7 @@ import functools
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdec.commands.common.engines import add_engine, load_engine
 from specdec.commands.common.options import add_chat_template, bundled, chat_template_of, check_positive
@@ -89,8 +89,11 @@ def _writer(options: argparse.Namespace, settings: "BatchSettings", room: int) -
     """Writes answers of at most `room` tokens, here or through Ray."""
     if options.ray is None:
         return _engine_writer(options, settings, room)
-    ray_writer = _ray_writer_class()
-    return ray_writer(  # type: ignore[no-any-return]
+    try:
+        from specdec.jobs.workers import RayWriter
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--ray: expected its extra, got no {error.name}; pip install 'specdec-triton[ray]'") from None
+    return RayWriter(
         functools.partial(_engine_writer, options, settings, room),
         num_texts=2 * options.max_rows,
         num_workers=options.ray_workers,
@@ -103,11 +106,3 @@ def _engine_writer(options: argparse.Namespace, settings: "BatchSettings", room:
 
     engine = load_engine(options, max_length=room, max_queue=4 * options.max_rows)
     return answering(engine, settings)
-
-
-def _ray_writer_class() -> Any:
-    try:
-        from specdec.jobs.workers import RayWriter
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--ray: expected its extra, got no {error.name}; pip install 'specdec-triton[ray]'") from None
-    return RayWriter

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,26 +83,15 @@ def distill(
         seed=seed,
     )
 
-    def temperature(prompt: Prompt) -> float:
-        return float(temperatures[prompt.index % len(temperatures)])
-
-    def settings(prompt: Prompt) -> dict[str, Any]:
-        """What decides a text beside its prompt."""
-        record = {"max_new_tokens": max_new_tokens, "temperature": temperature(prompt)}
-        if prompt.is_self_made or record["temperature"]:
-            record["seed"] = seed + prompt.index
-        if prompt.is_self_made and self_prompts is not None:
-            record |= {"prompt_temperature": self_prompts.temperature, "prompt_tokens": self_prompts.max_tokens}
-        return record
-
-    plan = Plan(usable, settings)
+    law = _Law(max_new_tokens, temperatures, seed, self_prompts)
+    plan = Plan(usable, law.record)
 
     def text_of(prompt: Prompt) -> Text[Record]:
         asked = prompt
         if prompt.is_self_made and self_prompts is not None and user_turn is not None:
             asked = yield from drawn_prompt(terms, prompt, user_turn, self_prompts)
         conversation = Conversation(terms, asked)
-        yield from conversation.written(sampling(temperature(prompt)))
+        yield from conversation.written(sampling(law.temperature(prompt)))
         return plan.line(prompt, conversation.record())
 
     def open_writer() -> EngineWriter:
@@ -116,6 +106,30 @@ def distill(
     }
     logger.info("distill: %s", counts)
     return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Law:
+    """What decides texts beside their prompts."""
+
+    max_new_tokens: int
+    temperatures: Sequence[float]
+    seed: int
+    self_prompts: SelfPrompts | None
+
+    def temperature(self, prompt: Prompt) -> float:
+        """What its answers are sampled at."""
+        return float(self.temperatures[prompt.index % len(self.temperatures)])
+
+    def record(self, prompt: Prompt) -> dict[str, Any]:
+        """For the prompt's line."""
+        record = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature(prompt)}
+        if prompt.is_self_made or record["temperature"]:
+            record["seed"] = self.seed + prompt.index
+        if prompt.is_self_made and self.self_prompts is not None:
+            record |= {"prompt_temperature": self.self_prompts.temperature}
+            record |= {"prompt_tokens": self.self_prompts.max_tokens}
+        return record
 
 
 def _check(
