@@ -36,14 +36,14 @@ def examples(page):
         yield "\n" * (text[: block.start()].count("\n") + 1) + block.group(1)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sampling.md", "docs/prompts.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/sampling.md", "docs/prompts.md", "docs/engine.md", "docs/batch.md"])
 def test_the_examples_run_in_order(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("accelerate")  # what transformers needs for device_map
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     count = 0
     for source in examples(page):
-        for name, stand_in in STAND_INS.items() if page == "README.md" else ():
+        for name, stand_in in STAND_INS.items() if page in ("README.md", "docs/engine.md") else ():
             source = source.replace(name, stand_in)
         exec(compile(source, str(ROOT / page), "exec"), names)
         count += 1
