@@ -36,7 +36,9 @@ def examples(page):
         yield "\n" * (text[: block.start()].count("\n") + 1) + block.group(1)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sampling.md", "docs/prompts.md", "docs/engine.md", "docs/batch.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/sampling.md", "docs/prompts.md", "docs/engine.md", "docs/batch.md"]
+)
 def test_the_examples_run_in_order(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("accelerate")  # what transformers needs for device_map
     monkeypatch.chdir(tmp_path)

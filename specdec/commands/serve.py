@@ -38,7 +38,7 @@ def add_to(commands: "Commands") -> None:
     add_chat_template(parser)
     cluster = "through Ray Serve: auto, host:port or local; default: RAY_ADDRESS, or replicas on this machine"
     parser.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help=cluster)
-    parser.add_argument("--replicas", type=int, help="with --ray: engines that share the requests; default: 1")
+    parser.add_argument("--replicas", type=int, help="with --ray: default: one per GPU, or machine")
     parser.set_defaults(run=_run)
 
 

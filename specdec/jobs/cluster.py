@@ -25,9 +25,8 @@ def connect(address: str | None = None) -> None:
     """Connect to Ray.
 
     Args:
-        address: as for `ray.init`: `"auto"` for the cluster that this machine belongs to, `"host:port"`, `"ray://..."`,
-            or `"local"` for workers on this machine alone; by default what `RAY_ADDRESS` says, and `"local"` where it
-            is not set.
+        address: as for `ray.init`: `"auto"` for the cluster that this machine belongs to, `"host:port"`, or `"local"`
+            for workers on this machine alone; by default what `RAY_ADDRESS` says, and `"local"` where it is not set.
 
     Raises:
         ConnectionError: nothing answers there within 20 s, or not as it should.
