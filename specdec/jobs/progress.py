@@ -33,6 +33,7 @@ class WritingProgress:
         )
         self._task = self._bar.add_task("", total=num_texts, speed="")
         self._done = self._num_tokens = 0
+        self._has_begun = False
         self._began = self._last_line = time.monotonic()
 
     def __enter__(self) -> "WritingProgress":
@@ -45,12 +46,13 @@ class WritingProgress:
     ) -> None:
         """Take it away; after an error say what is kept."""
         self._bar.stop()
-        if error is not None and self._done and self._rank == 0:
-            kept = "texts that were written are kept; the same command goes on with the others"
+        if error is not None and self._has_begun and self._rank == 0:
+            kept = "what was written is kept; the same command goes on with the rest"
             self._bar.console.print(f"{self._name}: {kept}", highlight=False, soft_wrap=True)
 
     def begin(self) -> None:
         """Time begins to count: what is to write is there."""
+        self._has_begun = True
         self._began = self._last_line = time.monotonic()
 
     def advance(self, num_tokens: int) -> None:

@@ -203,7 +203,7 @@ def test_sigterm_keeps_what_was_written_and_the_same_command_goes_on(tmp_path):
     assert process.returncode == 143
     kept = len(lines_of(part))
     assert 0 < kept < 40
-    assert "texts that were written are kept; the same command goes on" in told
+    assert "what was written is kept; the same command goes on" in told
     assert not output.exists()
     process = command(*options)
     summary, told = process.communicate(timeout=240)
