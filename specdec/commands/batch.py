@@ -52,6 +52,8 @@ def _run(options: argparse.Namespace) -> int:
     from specdec.jobs.batch import BatchSettings, answer_file
 
     check_positive(options, "max_rows", "prefill_tokens")
+    if options.ray is None and options.ray_workers is not None:
+        raise ValueError(f"--ray-workers: expected --ray with it, got {options.ray_workers} alone")
     if options.ray is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("--ray: expected one process, whose workers Ray starts, got several of torchrun's")
     settings = BatchSettings(
@@ -85,8 +87,11 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _writer(options: argparse.Namespace, settings: "BatchSettings", room: int) -> "AbstractContextManager[Writer]":
-    """Writes answers of at most `room` tokens, here or through Ray."""
+def _writer(
+    options: argparse.Namespace, settings: "BatchSettings", room: int, count: int
+) -> "AbstractContextManager[Writer]":
+    """Writes `count` texts of at most `room` tokens, here or through Ray."""
+    options.max_rows = min(options.max_rows, count)
     if options.ray is None:
         return _engine_writer(options, settings, room)
     try:

@@ -65,6 +65,9 @@ class BatchSettings:
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
+        if not self.temperature and (self.top_p < 1 or self.top_k):
+            drawn = f"top_p {self.top_p}, top_k {self.top_k}"
+            raise ValueError(f"temperature: expected more than 0 with {drawn}, got 0, which takes the best token")
         if not all(self.stop):
             raise ValueError("stop: expected texts that are not empty, got an empty one")
 
@@ -119,7 +122,7 @@ def answer_file(
     data: str | Path,
     output: str | Path,
     settings: BatchSettings,
-    open_writer: Callable[[int], AbstractContextManager[Writer]],
+    open_writer: Callable[[int, int], AbstractContextManager[Writer]],
     *,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
@@ -131,8 +134,8 @@ def answer_file(
         data: a file of any form that `read_prompts` reads, or a data set of the hub.
         output: JSON lines; what is there of the same prompts and settings is kept.
         settings: how they are answered.
-        open_writer: gets the most tokens of a text, at most `max_length`; is called once there is something to write.
-            `answering` makes one of an engine.
+        open_writer: is called once there is something to write, with the most tokens of a text, at most `max_length`,
+            and the number of texts. `answering` makes a writer of an engine.
         tokenizer: the target's.
         vocab_size: the target's.
         max_length: most tokens that a text may have.
@@ -158,7 +161,7 @@ def answer_file(
     room = room_for(usable, settings.max_new_tokens, max_length)
     plan = Plan(usable, settings.record, frozenset(refused))
     errors = [{"index": index, "error": reason} for index, reason in sorted(refused.items())]
-    present = write_file(plan, output, lambda: open_writer(room), _num_new_tokens, refused=errors)
+    present = write_file(plan, output, lambda count: open_writer(room, count), _num_new_tokens, refused=errors)
     lines = [line for _, line in Parts(output, 0).read().values()]
     answers = [one for line in lines if line["index"] not in present for one in line.get("answers", ())]
     num_steps = sum(one["num_steps"] for one in answers)

@@ -57,7 +57,7 @@ class EngineWriter:
 def write_file(
     plan: Plan,
     output: Path,
-    open_writer: Callable[[], AbstractContextManager[Writer]],
+    open_writer: Callable[[int], AbstractContextManager[Writer]],
     num_tokens: Callable[[Record], int],
     *,
     refused: Sequence[Record] = (),
@@ -70,7 +70,7 @@ def write_file(
     Args:
         plan: the prompts, and the settings by which a line is known again.
         output: JSON lines; nothing of it changes before the end, when all parts (see `parts.py`) become one file.
-        open_writer: is called once there is something to write.
+        open_writer: is called once there is something to write, with the number of texts that this process will.
         num_tokens: how many tokens of a record were written, for the terminal.
         refused: lines of rows that nothing can be written for.
 
@@ -97,7 +97,7 @@ def write_file(
                 progress.advance(num_tokens(record))
 
             if missing:
-                with open_writer() as writer:
+                with open_writer(len(missing)) as writer:
                     progress.begin()
                     writer.write(missing, keep)
         crew.wait()

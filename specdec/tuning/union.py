@@ -28,6 +28,7 @@ CONTEXT = 256
 """Tokens of text at which passes and drafts are timed."""
 
 _SHORT, _STEPS = 16, 12
+_CPU_TOKENS = 1024
 
 
 def measured(
@@ -44,7 +45,8 @@ def measured(
         target: the target.
         union: what drafts.
         batch_size: rows that will be decoded together; drafts of other batches are taken to last as long.
-        context: tokens of text per row; by default `CONTEXT`, or half of what a smaller model has room for.
+        context: tokens of text per row; by default `CONTEXT`, or half of what a smaller model has room for, and on a
+            CPU at most 1024 of all rows.
         measure: what times a function; by default `measure_ms`, on a GPU of replays.
 
     Raises:
@@ -56,7 +58,10 @@ def measured(
     known = _KNOWN.setdefault(target.model, {})
     if key in known:
         return union.with_costs(known[key])
-    context = min(CONTEXT, (target.max_positions - budget) // 2) if context is None else context
+    if context is None:
+        context = min(CONTEXT, (target.max_positions - budget) // 2)
+        if target.device.type == "cpu":  # which reads a text of many rows for longer than anybody waits
+            context = min(context, max(_SHORT, _CPU_TOKENS // batch_size))
     check_context(target, budget, batch_size=batch_size, context=context)
     if measure is None:
         measure = replayed(CudaGraphs(target.device)) if target.device.type == "cuda" else measure_ms
@@ -89,7 +94,7 @@ def _beside_ms(target: Target, drafter: Drafter, text: torch.Tensor) -> float:
     decoder = Decoder(target, drafter)
     times = []
     for _ in range(2):  # the first call makes tables
-        stats = decoder.decode([*text[:, -_SHORT:]], _STEPS).stats
+        stats = decoder.decode([*text[:, -_SHORT:]], max(3, _STEPS // len(text))).stats
         times.append((stats.times_ms["verify"] + stats.times_ms["commit"]) / max(stats.num_target_passes, 1))
     return times[-1]
 

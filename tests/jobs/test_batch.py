@@ -182,6 +182,7 @@ def test_settings_out_of_range_are_refused():
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1"),
         ({"temperature": -1.0}, "temperature: expected at least 0"),
         ({"top_p": 0.0}, "top_p: expected more than 0"),
+        ({"top_k": 5}, "temperature: expected more than 0 with top_p 1.0, top_k 5, got 0"),
         ({"stop": ("",)}, "stop: expected texts that are not empty"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -239,6 +240,7 @@ def test_two_processes_of_torchrun_write_the_file_of_one(tmp_path):
         (["--data", "in.jsonl", "--max-length", "1"], "--max-length: expected 2 to 1024, the model's context, got 1"),
         (["--data", "in.jsonl", "--max-rows", "0"], "--max-rows: expected at least 1, got 0"),
         (["--data", "in.jsonl", "--drafter", "nothing"], "drafter: expected a bundled drafter of tiny"),
+        (["--data", "in.jsonl", "--ray-workers", "2"], "--ray-workers: expected --ray with it, got 2 alone"),
         (["--data", "in.jsonl", "--chat"], "chat_template: expected one, which the tokenizer does not have"),
     ],
 )

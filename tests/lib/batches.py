@@ -47,7 +47,7 @@ def answer(data, output, settings, *, model=None, drafter=None, tree=None, max_r
     """Answer a file in this process; the summary."""
     tiny, tokenizer = load_tiny()
 
-    def writer(room):
+    def writer(room, _):
         engine = specdec.Engine(
             model or tiny, drafter, tokenizer=tokenizer, tree=tree, max_rows=max_rows, max_length=room
         )

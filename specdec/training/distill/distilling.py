@@ -94,8 +94,9 @@ def distill(
         yield from conversation.written(sampling(law.temperature(prompt)))
         return plan.line(prompt, conversation.record())
 
-    def open_writer() -> EngineWriter:
-        engine = Engine(target, drafter, tokenizer=tokenizer, max_rows=batch_size, max_length=terms.room)
+    def open_writer(count: int) -> EngineWriter:
+        num_rows = min(batch_size, count)
+        engine = Engine(target, drafter, tokenizer=tokenizer, max_rows=num_rows, max_length=terms.room)
         return EngineWriter(engine, text_of)
 
     present = write_file(plan, Path(output), open_writer, _num_written)
