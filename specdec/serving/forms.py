@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec.common.text_pieces import token_bytes
 from specdec.engine.requests import TokenLogprobs
 
 __all__ = ["ChatForm", "CompletionForm", "Form", "Piece"]
@@ -102,8 +103,8 @@ class ChatForm:
 
     def _logprobs(self, told: Sequence[TokenLogprobs], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         def one(token: int, logprob: float) -> dict[str, Any]:
-            text = _text(tokenizer, token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            written = list(token_bytes(tokenizer, token))
+            return {"token": _text(tokenizer, token), "logprob": logprob, "bytes": written}
 
         content = [
             one(token.token, token.logprob) | {"top_logprobs": [one(*alternative) for alternative in token.top]}
