@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -47,10 +48,18 @@ def _probe(address: str) -> None:
         run = subprocess.run(
             [sys.executable, "-c", _PROBE, address], capture_output=True, text=True, timeout=CONNECT_SECONDS
         )
-    except subprocess.TimeoutExpired:
-        raise ConnectionError(f"{message}which does not answer within {CONNECT_SECONDS} s") from None
+    except subprocess.TimeoutExpired as error:
+        why = _last_line(error.stderr)
+        raise ConnectionError(f"{message}which does not answer within {CONNECT_SECONDS} s{why and ': '}{why}") from None
     if run.returncode:
-        raise ConnectionError(f"{message}which refuses: {run.stderr.strip().splitlines()[-1]:.300}")
+        raise ConnectionError(f"{message}which refuses: {_last_line(run.stderr)}")
+
+
+def _last_line(told: str | bytes | None) -> str:
+    """What a process has said last, without what Ray's C++ puts in front: time, process and place."""
+    text = told.decode(errors="replace") if isinstance(told, bytes) else told or ""
+    lines = [re.sub(r"^\[[^]]*\] ?(\S+:\d+: )?", "", line) for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
 
 
 def shares(count: int | None, option: str) -> tuple[int, dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lib import batches
 from lib.batches import answer, command, lines_of, prompts_file
 from specdec.bundled.load import tiny_drafter
 from specdec.jobs.batch import BatchSettings
@@ -18,12 +19,13 @@ cluster = pytest.importorskip("specdec.jobs.cluster")
 workers = pytest.importorskip("specdec.jobs.workers")
 
 
-def worker_processes():
+def worker_processes(mark):
+    """Those that were started, by whomever, with a mark in their environment."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and b"MapWorker" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
+                found += [int(folder.name)] if mark.encode() in (folder / "environ").read_bytes() else []
         except OSError:
             continue
     return found
@@ -33,12 +35,15 @@ def worker_processes():
 def test_a_worker_that_is_killed_costs_its_block_and_the_file_is_that_of_one_process(tmp_path):
     data, output, whole = prompts_file(tmp_path, 60), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     options = ["--drafter", "medusa", "--tree", "4,2", "--max-new-tokens", 40, "--max-rows", 3]
-    process = command("--data", data, "--output", output, *options, "--ray", "local", "--ray-workers", 2)
+    mark = f"SPECDEC_TEST={tmp_path}"
+    environment = batches.ENVIRONMENT | dict([mark.split("=", 1)])
+    options += ["--ray", "local", "--ray-workers", 2]
+    process = command("--data", data, "--output", output, *options, env=environment)
     try:
         part, end = tmp_path / "out.jsonl.part-0", time.monotonic() + 180
         while time.monotonic() < end and process.poll() is None and not (part.exists() and part.stat().st_size):
             time.sleep(0.02)
-        before = worker_processes()
+        before = worker_processes(mark)
         os.kill(before[0], signal.SIGKILL)
         assert len(lines_of(part)) < 60, "it was killed in the middle"
         summary, told = process.communicate(timeout=240)
@@ -87,8 +92,6 @@ def test_an_address_that_does_not_answer_is_told_in_time(monkeypatch):
 
 
 def test_torchrun_and_ray_are_not_both(tmp_path, monkeypatch):
-    from lib import batches
-
     monkeypatch.setitem(batches.ENVIRONMENT, "WORLD_SIZE", "2")
     process = command("--data", prompts_file(tmp_path, 2), "--output", tmp_path / "out.jsonl", "--ray", "local")
     _, told = process.communicate(timeout=60)

@@ -66,6 +66,5 @@ def command(*options, **settings):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
-        **settings,
+        **{"env": ENVIRONMENT, **settings},
     )
