@@ -58,6 +58,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("--ray: expected one process, whose workers Ray starts, got several of torchrun's")
     settings = BatchSettings(
         max_new_tokens=options.max_new_tokens,
+        max_length=options.max_length,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
@@ -70,9 +71,6 @@ def _run(options: argparse.Namespace) -> int:
     bundled(options.model, options.drafter)  # a wrong name is told before anything is read
     source = source_of(options.model)
     config = AutoConfig.from_pretrained(source).get_text_config()
-    if options.max_length is not None and not 2 <= options.max_length <= config.max_position_embeddings:
-        most = config.max_position_embeddings
-        raise ValueError(f"--max-length: expected 2 to {most}, the model's context, got {options.max_length}")
     summary = answer_file(
         options.data,
         options.output,
@@ -80,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
         functools.partial(_writer, options, settings),
         tokenizer=AutoTokenizer.from_pretrained(source),
         vocab_size=config.vocab_size,
-        max_length=options.max_length or config.max_position_embeddings,
+        context=config.max_position_embeddings,
     )
     if os.environ.get("RANK", "0") == "0":  # set by torchrun
         print(json.dumps(summary.record()))

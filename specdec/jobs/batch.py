@@ -37,6 +37,8 @@ class BatchSettings:
 
     Attributes:
         max_new_tokens: most tokens of an answer; fewer where the target ends it, or where its context does.
+        max_length: most tokens of a text, prompt and answers together; the target's context by default. A longer prompt
+            is not answered.
         temperature: 0 is greedy.
         top_p: as transformers; 1 keeps all tokens.
         top_k: as transformers; 0 keeps all tokens.
@@ -48,6 +50,7 @@ class BatchSettings:
     """
 
     max_new_tokens: int = 512
+    max_length: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -80,6 +83,8 @@ class BatchSettings:
     def record(self, prompt: Prompt) -> dict[str, Any]:
         """What decides a prompt's answer beside the prompt."""
         settings: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        if self.max_length is not None:
+            settings["max_length"] = self.max_length
         if self.temperature:
             settings |= {"top_p": self.top_p, "top_k": self.top_k, "seed": self.seed + prompt.index}
         return settings | ({"stop": list(self.stop)} if self.stop else {})
@@ -126,7 +131,7 @@ def answer_file(
     *,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
-    max_length: int,
+    context: int,
 ) -> BatchSummary:
     """Answer the prompts of a file.
 
@@ -134,18 +139,21 @@ def answer_file(
         data: a file of any form that `read_prompts` reads, or a data set of the hub.
         output: JSON lines; what is there of the same prompts and settings is kept.
         settings: how they are answered.
-        open_writer: is called once there is something to write, with the most tokens of a text, at most `max_length`,
-            and the number of texts. `answering` makes a writer of an engine.
+        open_writer: is called once there is something to write, with the most tokens of a text, which an engine
+            needs as its `max_length`, and the number of texts. `answering` makes a writer of an engine.
         tokenizer: the target's.
         vocab_size: the target's.
-        max_length: most tokens that a text may have.
+        context: tokens that the target has positions for.
 
     Raises:
         FileNotFoundError: no such data.
-        ValueError: malformed data, or an output of other prompts or settings.
+        ValueError: malformed data, a `max_length` beyond the context, or an output of other prompts or settings.
         KeyboardInterrupt: the job was told to end; what was written stays.
     """
     began, output = time.monotonic(), Path(output)
+    most = context if settings.max_length is None else settings.max_length
+    if not 2 <= most <= context:
+        raise ValueError(f"max_length: expected 2 to {context}, the model's context, got {most}")
     prompts, refused = read_prompts(
         Path(data),
         tokenizer,
@@ -155,10 +163,10 @@ def answer_file(
         chat=settings.chat,
     )
     for prompt in prompts:
-        if len(prompt.tokens) >= max_length:
-            refused[prompt.index] = f"a prompt of {len(prompt.tokens)} tokens has no room in {max_length}"
+        if len(prompt.tokens) >= most:
+            refused[prompt.index] = f"a prompt of {len(prompt.tokens)} tokens has no room in {most}"
     usable = [prompt for prompt in prompts if prompt.index not in refused]
-    room = room_for(usable, settings.max_new_tokens, max_length)
+    room = room_for(usable, settings.max_new_tokens, most)
     plan = Plan(usable, settings.record, frozenset(refused))
     errors = [{"index": index, "error": reason} for index, reason in sorted(refused.items())]
     present = write_file(plan, output, lambda count: open_writer(room, count), _num_new_tokens, refused=errors)
@@ -176,13 +184,12 @@ def answer_file(
     )
 
 
-def answering(engine: Engine, settings: BatchSettings, room: int | None = None) -> EngineWriter:
+def answering(engine: Engine, settings: BatchSettings) -> EngineWriter:
     """A writer of answers on an engine.
 
     Args:
         engine: with a tokenizer.
         settings: how prompts are answered.
-        room: most tokens of a text; the engine's `max_length` by default.
 
     Raises:
         ValueError: an engine without a tokenizer.
@@ -192,7 +199,7 @@ def answering(engine: Engine, settings: BatchSettings, room: int | None = None) 
     terms = Terms(
         tokenizer=engine.tokenizer,
         stop_tokens=frozenset(engine.target.stop_tokens),
-        room=engine.max_length if room is None else room,
+        room=engine.max_length,
         max_new_tokens=settings.max_new_tokens,
         chat_template=settings.chat_template,
         seed=settings.seed,

@@ -103,7 +103,7 @@ def test_turns_follow_each_other_through_the_template(tmp_path):
 def test_a_turn_without_room_is_told_and_costs_itself_alone(tmp_path):
     data = write_lines(tmp_path / "in.jsonl", {"turns": ["sort a list", "x = 1 " * 60]}, {"turns": ["say"]})
     output = tmp_path / "out.jsonl"
-    summary = answer(data, output, BatchSettings(max_new_tokens=12, chat_template=TEMPLATE), max_length=100)
+    summary = answer(data, output, BatchSettings(max_new_tokens=12, max_length=100, chat_template=TEMPLATE))
     first, second = lines_of(output)
     assert first["error"] == "the last 1 of 2 turns have no room in 100 tokens"
     assert len(first["answers"]) == len(second["answers"]) == 1
@@ -237,7 +237,7 @@ def test_two_processes_of_torchrun_write_the_file_of_one(tmp_path):
             ["--data", "no.jsonl"],
             "data: expected a file, or a data set of the hub as owner/name:split, got no.jsonl",
         ),
-        (["--data", "in.jsonl", "--max-length", "1"], "--max-length: expected 2 to 1024, the model's context, got 1"),
+        (["--data", "in.jsonl", "--max-length", "1"], "max_length: expected 2 to 1024, the model's context, got 1"),
         (["--data", "in.jsonl", "--max-rows", "0"], "--max-rows: expected at least 1, got 0"),
         (["--data", "in.jsonl", "--drafter", "nothing"], "drafter: expected a bundled drafter of tiny"),
         (["--data", "in.jsonl", "--ray-workers", "2"], "--ray-workers: expected --ray with it, got 2 alone"),

@@ -43,7 +43,7 @@ def alone(text, count, **settings):
     return tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def answer(data, output, settings, *, model=None, drafter=None, tree=None, max_rows=4, max_length=512):
+def answer(data, output, settings, *, model=None, drafter=None, tree=None, max_rows=4, context=512):
     """Answer a file in this process; the summary."""
     tiny, tokenizer = load_tiny()
 
@@ -54,9 +54,7 @@ def answer(data, output, settings, *, model=None, drafter=None, tree=None, max_r
         return answering(engine, settings)
 
     vocab_size = tiny.config.vocab_size
-    return answer_file(
-        data, output, settings, writer, tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length
-    )
+    return answer_file(data, output, settings, writer, tokenizer=tokenizer, vocab_size=vocab_size, context=context)
 
 
 def command(*options, **settings):
