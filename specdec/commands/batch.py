@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.commands.common.engines import add_engine, load_engine
-from specdec.commands.common.options import add_chat_template, bundled, chat_template_of, check_positive
+from specdec.commands.common.engines import add_engine, add_ray, check_ray, load_engine
+from specdec.commands.common.options import add_chat_template, bundled, chat_template_of, check_positive, given
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,7 +28,6 @@ def add_to(commands: "Commands") -> None:
     turns = "which answers of a conversation are written (default: %(default)s)"
     chat = "texts are what a user says to a chat model (--no-chat: questions without a template); default: by the row"
     stop = "a text that ends an answer; may be repeated"
-    cluster = "through Ray: auto, host:port or local; default: RAY_ADDRESS, or workers on this machine"
     parser.add_argument("--data", required=True, help=data)
     parser.add_argument("--output", type=Path, required=True, help=".jsonl file; answers that are there are kept")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer; default: %(default)s")
@@ -40,8 +39,7 @@ def add_to(commands: "Commands") -> None:
     parser.add_argument("--turns", choices=("all", "last"), default="all", help=turns)
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help=chat)
     add_chat_template(parser)
-    parser.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help=cluster)
-    parser.add_argument("--ray-workers", type=int, metavar="N", help="default: one per GPU, or per machine")
+    add_ray(parser, "--ray-workers")
     parser.set_defaults(run=_run)
 
 
@@ -52,22 +50,12 @@ def _run(options: argparse.Namespace) -> int:
     from specdec.jobs.batch import BatchSettings, answer_file
 
     check_positive(options, "max_rows", "prefill_tokens")
-    if options.ray is None and options.ray_workers is not None:
-        raise ValueError(f"--ray-workers: expected --ray with it, got {options.ray_workers} alone")
+    check_ray(options, "--ray-workers")
     if options.ray is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("--ray: expected one process, whose workers Ray starts, got several of torchrun's")
-    settings = BatchSettings(
-        max_new_tokens=options.max_new_tokens,
-        max_length=options.max_length,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-        stop=tuple(options.stop),
-        turns=options.turns,
-        chat=options.chat,
-        chat_template=chat_template_of(options),
-    )
+    names = "max_new_tokens", "max_length", "temperature", "top_p", "top_k", "seed", "turns", "chat"
+    template = chat_template_of(options)
+    settings = BatchSettings(**given(options, *names), stop=tuple(options.stop), chat_template=template)
     bundled(options.model, options.drafter)  # a wrong name is told before anything is read
     source = source_of(options.model)
     config = AutoConfig.from_pretrained(source).get_text_config()
@@ -89,23 +77,18 @@ def _writer(
     options: argparse.Namespace, settings: "BatchSettings", room: int, count: int
 ) -> "AbstractContextManager[Writer]":
     """Writes `count` texts of at most `room` tokens, here or through Ray."""
-    options.max_rows = min(options.max_rows, count)
+    num_rows = min(options.max_rows, count)
+    open_writer = functools.partial(_engine_writer, options, settings, room, num_rows)
     if options.ray is None:
-        return _engine_writer(options, settings, room)
+        return open_writer()
     try:
         from specdec.jobs.workers import RayWriter
     except ModuleNotFoundError as error:
         raise ValueError(f"--ray: expected its extra, got no {error.name}; pip install 'specdec-triton[ray]'") from None
-    return RayWriter(
-        functools.partial(_engine_writer, options, settings, room),
-        num_texts=2 * options.max_rows,
-        num_workers=options.ray_workers,
-        address=options.ray,
-    )
+    return RayWriter(open_writer, num_texts=2 * num_rows, num_workers=options.ray_workers, address=options.ray)
 
 
-def _engine_writer(options: argparse.Namespace, settings: "BatchSettings", room: int) -> "EngineWriter":
+def _engine_writer(options: argparse.Namespace, settings: "BatchSettings", room: int, num_rows: int) -> "EngineWriter":
     from specdec.jobs.batch import answering
 
-    engine = load_engine(options, max_length=room, max_queue=4 * options.max_rows)
-    return answering(engine, settings)
+    return answering(load_engine(options, max_rows=num_rows, max_length=room, max_queue=4 * num_rows), settings)

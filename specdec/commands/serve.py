@@ -5,7 +5,7 @@ import functools
 import os
 from typing import TYPE_CHECKING
 
-from specdec.commands.common.engines import add_engine, load_engine
+from specdec.commands.common.engines import add_engine, add_ray, check_ray, load_engine
 from specdec.commands.common.options import add_chat_template, bundled, chat_template_of, check_positive
 
 if TYPE_CHECKING:
@@ -36,18 +36,13 @@ def add_to(commands: "Commands") -> None:
     parser.add_argument("--requests-per-minute", type=int, help="of one client; default: any number")
     parser.add_argument("--grace-seconds", type=float, default=30.0, help="for requests that run when a signal comes")
     add_chat_template(parser)
-    cluster = "through Ray Serve: auto, host:port or local; default: RAY_ADDRESS, or replicas on this machine"
-    parser.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help=cluster)
-    parser.add_argument("--replicas", type=int, help="with --ray: default: one per GPU, or machine")
+    add_ray(parser, "--replicas")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     check_positive(options, "max_rows", "max_queue", "prefill_tokens", "max_new_tokens", "max_body_bytes")
-    if options.replicas is not None:
-        check_positive(options, "replicas")
-        if options.ray is None:
-            raise ValueError(f"--replicas: expected --ray with it, got {options.replicas} alone")
+    check_ray(options, "--replicas")
     try:
         from specdec.serving.app import KEY_VARIABLE
         from specdec.serving.limits import Limits
@@ -67,13 +62,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.host not in ("127.0.0.1", "::1") and not key:
         print(f"anyone who reaches {options.host} may use this model: {KEY_VARIABLE} is not set", flush=True)
     create = functools.partial(_create_app, options, chat_template=template, limits=limits, key=key)
-    try:
+    with bound:
         if options.ray is None:
             _serve_here(options, create, bound)
-    finally:
-        bound.close()
-    if options.ray is not None:
-        _serve_with_ray(options, create)
+            return 0
+    _serve_with_ray(options, create)  # whose own processes listen there
     return 0
 
 
@@ -81,7 +74,8 @@ def _create_app(options: argparse.Namespace, **settings: "Any") -> "tuple[Engine
     """An engine and what answers from it."""
     from specdec.serving.app import create_app
 
-    engine = load_engine(options, max_length=options.max_length, max_queue=options.max_queue)
+    sizes = {"max_rows": options.max_rows, "max_length": options.max_length, "max_queue": options.max_queue}
+    engine = load_engine(options, **sizes)
     return engine, create_app(engine, name=options.name, **settings)
 
 

@@ -23,7 +23,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.requests import RequestFailedError
 from specdec.jobs.conversations import Conversation, Terms, room_for
 from specdec.jobs.parts import Parts
-from specdec.jobs.plan import Plan
+from specdec.jobs.plan import Plan, line_of
 from specdec.jobs.prompts import Prompt, Turns, read_prompts
 from specdec.jobs.running import Record, Text, sampling
 from specdec.jobs.writing import EngineWriter, Writer, write_file
@@ -204,34 +204,31 @@ def answering(engine: Engine, settings: BatchSettings) -> EngineWriter:
         chat_template=settings.chat_template,
         seed=settings.seed,
     )
-    plan = Plan((), settings.record)
-    return EngineWriter(engine, lambda prompt: _answered(Conversation(terms, prompt), settings, plan))
+    return EngineWriter(engine, lambda prompt: _answered(Conversation(terms, prompt), settings))
 
 
-def _answered(conversation: Conversation, settings: BatchSettings, plan: Plan) -> Text[Record]:
+def _answered(conversation: Conversation, settings: BatchSettings) -> Text[Record]:
     """The line of a prompt."""
     prompt, error = conversation.prompt, None
     try:
         yield from conversation.written(settings.request)
     except RequestFailedError as failed:
         error = str(failed)
-    num_missing = prompt.num_answers - len(conversation.results)
+    num_missing = prompt.num_answers - len(conversation.answers)
     if num_missing and error is None:
         error = f"the last {num_missing} of {prompt.num_answers} turns have no room in {conversation.terms.room} tokens"
     answers = [
         {
-            "text": text,
-            "finish_reason": result.finish_reason,
-            "num_prompt_tokens": length,
-            "num_new_tokens": len(result.tokens),
-            "num_steps": len(result.stats.num_emitted[0]),
+            "text": one.text,
+            "finish_reason": one.result.finish_reason,
+            "num_prompt_tokens": one.num_prompt_tokens,
+            "num_new_tokens": len(one.result.tokens),
+            "num_steps": len(one.result.stats.num_emitted[0]),
         }
-        for text, length, result in zip(
-            conversation.texts, conversation.prompt_lengths, conversation.results, strict=True
-        )
+        for one in conversation.answers
     ]
-    head = {"name": prompt.name} if prompt.name else {}
-    return plan.line(prompt, head | {"answers": answers} | ({} if error is None else {"error": error}))
+    written: Record = ({"name": prompt.name} if prompt.name else {}) | {"answers": answers}
+    return line_of(prompt, written if error is None else written | {"error": error}, settings.record(prompt))
 
 
 def _num_new_tokens(record: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from specdec.jobs.prompts import Message, Prompt
 from specdec.jobs.running import Ask, Text
 from specdec.training.data.chat_templates import ChatTemplate
 
-__all__ = ["Conversation", "Terms", "room_for"]
+__all__ = ["Answer", "Conversation", "Terms", "room_for"]
 
 _SEEDS_OF_A_TURN = 2**32
 """Seeds count prompts up from the job's; later turns and draws of one prompt are this far apart."""
@@ -56,6 +56,21 @@ def room_for(prompts: list[Prompt], max_new_tokens: int, most: int) -> int:
     return max(2, min(most, max(needed, default=2)))
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the target said.
+
+    Attributes:
+        text: without special tokens and without the stop string that ended it.
+        num_prompt_tokens: tokens before it.
+        result: what the engine says of it.
+    """
+
+    text: str
+    num_prompt_tokens: int
+    result: RequestResult
+
+
 @dataclass(slots=True)
 class Conversation:
     """A text that is being written.
@@ -71,9 +86,7 @@ class Conversation:
         tokens: ids so far.
         spans: of each learnt answer, its first token and the one behind its last, its end token included.
         messages: the turns so far.
-        results: of every answer, what the engine says of it.
-        prompt_lengths: tokens before every answer.
-        texts: of every answer, without special tokens and without the stop string that ended it.
+        answers: those so far.
     """
 
     terms: Terms
@@ -81,9 +94,7 @@ class Conversation:
     tokens: list[int] = field(init=False)
     spans: list[tuple[int, int]] = field(init=False, default_factory=list)
     messages: list[Message] = field(init=False)
-    results: list[RequestResult] = field(init=False, default_factory=list)
-    prompt_lengths: list[int] = field(init=False, default_factory=list)
-    texts: list[str] = field(init=False, default_factory=list)
+    answers: list[Answer] = field(init=False, default_factory=list)
     _text: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +115,7 @@ class Conversation:
         terms = self.terms
         while True:
             limit = min(terms.max_new_tokens, terms.room - len(self.tokens))
-            seed = terms.seed_of(self.prompt, len(self.results))
+            seed = terms.seed_of(self.prompt, len(self.answers))
             self._add_answer((yield Ask(list(self.tokens), {"max_new_tokens": limit, "seed": seed, **settings})))
             if not self._ask_next():
                 return
@@ -124,20 +135,18 @@ class Conversation:
 
     def _add_answer(self, result: RequestResult) -> None:
         """Append what the target wrote."""
-        tokens = result.tokens
-        self.prompt_lengths.append(len(self.tokens))
-        self.spans.append((len(self.tokens), len(self.tokens) + len(tokens)))
-        self.tokens += tokens
-        text = str(self.terms.tokenizer.decode(tokens, skip_special_tokens=True))
+        start = len(self.tokens)
+        self.tokens += result.tokens
+        self.spans.append((start, len(self.tokens)))
+        text = str(self.terms.tokenizer.decode(result.tokens, skip_special_tokens=True))
         if result.stop_string is not None:
             text = text.partition(result.stop_string)[0]
         self.messages.append({"role": "assistant", "content": text})
-        self.results.append(result)
-        self.texts.append(text)
+        self.answers.append(Answer(text, start, result))
 
     def _ask_next(self) -> bool:
         """Append the next question, if there is one and it leaves room for an answer."""
-        num_asked = len(self.results)
+        num_asked = len(self.answers)
         if num_asked >= len(self.prompt.turns):
             return False
         messages = self.messages + list(self.prompt.turns[num_asked])
@@ -152,9 +161,9 @@ class Conversation:
         """The tokens and spans of `text`, the rendered conversation with its next question."""
         tokenizer = self.terms.tokenizer
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        before, answer = self._text.rstrip(), self.texts[-1].strip()
+        before, answer = self._text.rstrip(), self.answers[-1].text.strip()
         behind = text.removeprefix(before).lstrip()
-        is_cut = self.results[-1].stop_string is not None
+        is_cut = self.answers[-1].result.stop_string is not None
         if is_cut or not text.startswith(before) or not behind.startswith(answer):
             return list(encoded.input_ids), []
         tokens, spans = list(self.tokens), list(self.spans)

@@ -7,7 +7,12 @@ from typing import Any
 
 from specdec.jobs.prompts import Prompt
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "line_of"]
+
+
+def line_of(prompt: Prompt, text: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a text: what was written, and by what it is known again."""
+    return {"index": prompt.index, **text, "prompt_hash": prompt.digest, "settings": settings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +28,6 @@ class Plan:
     prompts: Sequence[Prompt]
     settings: Callable[[Prompt], Mapping[str, Any]]
     refused: frozenset[int] = frozenset()
-
-    def line(self, prompt: Prompt, text: Mapping[str, Any]) -> dict[str, Any]:
-        """The line of a text: what was written, and by what it is known again."""
-        return {"index": prompt.index, **text, "prompt_hash": prompt.digest, "settings": self.settings(prompt)}
 
     def check(self, lines: Mapping[int, tuple[Path, Mapping[str, Any]]]) -> None:
         """Raise ValueError for lines, by index and with their file, that this plan would not have written."""

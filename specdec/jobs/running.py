@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from specdec.engine.engine import Engine
-from specdec.engine.requests import Handle, RequestFailedError, RequestResult
+from specdec.engine.requests import EngineClosedError, Handle, RequestFailedError, RequestResult
 
 __all__ = ["Ask", "Record", "Text", "run_texts", "sampling"]
 
@@ -54,6 +54,7 @@ def run_texts(engine: Engine, texts: Iterable[Text[Record]], on_end: Callable[[R
 
     Raises:
         RequestFailedError: the model failed for all, or a text did not expect it.
+        EngineClosedError: the engine was closed meanwhile.
         ValueError, TypeError: a text asks for what the engine refuses.
     """
     ended: SimpleQueue[Handle] = SimpleQueue()
@@ -83,6 +84,8 @@ def run_texts(engine: Engine, texts: Iterable[Text[Record]], on_end: Callable[[R
             _, text = open_.pop((handle := ended.get()).id)
             try:
                 result = handle.result(0)
+                if result.finish_reason == "cancelled":
+                    raise EngineClosedError("engine: expected one that stays open until all texts have ended")
             except RequestFailedError as error:
                 if not error.is_alone:
                     raise

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+import specdec
 from lib.batches import (
     COMMAND,
     ENVIRONMENT,
@@ -21,8 +22,9 @@ from lib.batches import (
     write_lines,
 )
 from specdec.bundled.load import load_tiny, tiny_drafter
-from specdec.engine.requests import RequestFailedError
+from specdec.engine.requests import EngineClosedError, RequestFailedError
 from specdec.jobs.batch import BatchSettings
+from specdec.jobs.running import Ask, run_texts
 from specdec.training.data.chat_templates import ChatTemplate
 
 TEMPLATE = (
@@ -164,6 +166,24 @@ def test_a_model_that_breaks_ends_the_job_and_loses_nothing(tmp_path, monkeypatc
     assert texts_of(output) == [[alone(row["prompt"], 8)] for row in prompts(12)]
 
 
+def test_what_a_closed_engine_cut_off_is_no_answer():
+    model, tokenizer = load_tiny()
+    engine = specdec.Engine(model, tokenizer=tokenizer, max_rows=2, max_length=512)
+    ended = []
+
+    def text(count):
+        result = yield Ask(tokenizer("def f(x):").input_ids, {"max_new_tokens": count, "do_sample": False})
+        return {"count": len(result.tokens)}
+
+    def close(record):
+        ended.append(record)
+        engine.close(finish=False)
+
+    with pytest.raises(EngineClosedError, match="engine: expected one that stays open until all texts have ended"):
+        run_texts(engine, [text(4), text(500)], close)
+    assert ended == [{"count": 4}]
+
+
 def test_an_output_of_other_prompts_or_settings_is_refused_and_stays(tmp_path):
     data, output, settings = prompts_file(tmp_path, 3), tmp_path / "out.jsonl", BatchSettings(max_new_tokens=4)
     answer(data, output, settings)
@@ -224,6 +244,7 @@ def test_two_processes_of_torchrun_write_the_file_of_one(tmp_path):
         [*launch, *map(str, options)], env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr[-3000:]
+    assert "(process 1 of 2): 6/6 texts" in run.stderr, "each has its share"
     assert run.stdout.count('"written": 11, "present": 0, "failed": 0') == 1, "the first process prints"
     answer(data, whole, BatchSettings(max_new_tokens=20, temperature=0.8))
     assert output.read_bytes() == whole.read_bytes()

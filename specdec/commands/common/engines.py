@@ -3,12 +3,20 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from specdec.commands.common.options import add_pair, as_tree_option, bundled, load_target, read_settings
+from specdec.commands.common.options import (
+    add_pair,
+    as_tree_option,
+    bundled,
+    check_positive,
+    given,
+    load_target,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from specdec.engine.engine import Engine
 
-__all__ = ["add_engine", "load_engine"]
+__all__ = ["add_engine", "add_ray", "check_ray", "load_engine"]
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +27,22 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-tokens", type=int, default=512, help="read between two steps; default: %(default)s")
 
 
-def load_engine(options: argparse.Namespace, *, max_length: int | None, max_queue: int) -> "Engine":
+def add_ray(parser: argparse.ArgumentParser, count: str) -> None:
+    """Options of a Ray cluster: its address, and `count`, how many engines it runs."""
+    address = "through Ray: auto, host:port or local; default: RAY_ADDRESS, or engines on this machine"
+    parser.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help=address)
+    parser.add_argument(count, type=int, metavar="N", help="with --ray: engines; default: one per GPU, or per machine")
+
+
+def check_ray(options: argparse.Namespace, count: str) -> None:
+    """Raise ValueError for a bad number of engines, or one without `--ray`."""
+    for name, number in given(options, count.removeprefix("--").replace("-", "_")).items():
+        check_positive(options, name)
+        if options.ray is None:
+            raise ValueError(f"{count}: expected --ray with it, got {number} alone")
+
+
+def load_engine(options: argparse.Namespace, *, max_rows: int, max_length: int | None, max_queue: int) -> "Engine":
     """The engine that the options name."""
     from specdec.engine.engine import Engine
     from specdec.models.target.target import Target
@@ -35,7 +58,7 @@ def load_engine(options: argparse.Namespace, *, max_length: int | None, max_queu
         drafter,
         tokenizer=tokenizer,
         tree=AUTO if tree in (None, AUTO) else None,
-        max_rows=options.max_rows,
+        max_rows=max_rows,
         max_length=max_length,
         max_queue=max_queue,
         prefill_tokens=options.prefill_tokens,

@@ -12,7 +12,7 @@ from specdec.common.checks import check_at_least
 from specdec.drafting.base import Drafter
 from specdec.engine.engine import Engine
 from specdec.jobs.conversations import Conversation, Terms, room_for
-from specdec.jobs.plan import Plan
+from specdec.jobs.plan import Plan, line_of
 from specdec.jobs.prompts import Prompt, Turns, read_prompts
 from specdec.jobs.running import Record, Text, sampling
 from specdec.jobs.writing import EngineWriter, write_file
@@ -92,7 +92,7 @@ def distill(
             asked = yield from drawn_prompt(terms, prompt, user_turn, self_prompts)
         conversation = Conversation(terms, asked)
         yield from conversation.written(sampling(law.temperature(prompt)))
-        return plan.line(prompt, conversation.record())
+        return line_of(prompt, conversation.record(), law.record(prompt))
 
     def open_writer(count: int) -> EngineWriter:
         num_rows = min(batch_size, count)
