@@ -5,6 +5,7 @@ A text is a generator: it yields an `Ask`, gets the `RequestResult` back, and in
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
@@ -89,9 +90,9 @@ def run_texts(engine: Engine, texts: Iterable[Text[Record]], on_end: Callable[[R
             except RequestFailedError as error:
                 if not error.is_alone:
                     raise
-                go_on(text, lambda text=text, error=error: text.throw(error))  # type: ignore[misc]
+                go_on(text, partial(text.throw, error))
             else:
-                go_on(text, lambda text=text, result=result: text.send(result))  # type: ignore[misc]
+                go_on(text, partial(text.send, result))
     finally:
         for handle, text in open_.values():
             handle.cancel()

@@ -14,7 +14,6 @@ from specdec.jobs.cluster import shares
 __all__ = ["run_replicas"]
 
 _NAME = "specdec"
-_RETURN_SECONDS = 10  # that requests have to tell what they got, when their time is over
 
 
 def run_replicas(
@@ -56,7 +55,7 @@ def run_replicas(
         num_replicas=num_replicas,
         ray_actor_options=each,
         max_ongoing_requests=max_requests,
-        graceful_shutdown_timeout_s=grace_seconds + _RETURN_SECONDS,
+        graceful_shutdown_timeout_s=grace_seconds,
         max_constructor_retry_count=1,
     )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
